@@ -2,6 +2,7 @@
 #
 #   make demo               fine-tune SmolLM2-135M, be killed, resume, compare (5 minutes)
 #   make demo MODEL=tiny    the same with a small GPT (under a minute)
+#   make demo NEAR=1        the same, with an update in another process, through a socket
 #   make test               format, lint, types, and the tests of every promise
 #   make integration        tests with training libraries, ranks, object stores, faults of the kernel
 #   make campaign NAME=...  one campaign in full, for an hour at most; without NAME, a list of them
@@ -17,6 +18,7 @@
 
 PYTHON ?= python3
 MODEL ?= smollm2
+NEAR ?=
 # Where `make bench` and `make gpu` measure; a scratch directory in it is removed afterwards.
 DIRECTORY ?= .
 # Of `make campaign`.
@@ -53,7 +55,7 @@ say_if_slow = @test -e $(KERNEL)/lib/update_avx2.so || echo "The C++ update kern
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
-	$(BIN)/offload demo --model $(MODEL)
+	$(BIN)/offload demo --model $(MODEL) $(if $(NEAR),--near)
 
 # OpenMP threads that spin make a test twenty times as long where something else runs as well.
 test: export OMP_WAIT_POLICY ?= PASSIVE
@@ -108,6 +110,7 @@ bench: $(VENV)/.bench
 	$(call measure,digests,--parameters 64Mi)
 	$(call measure,small_tensors,--tensors 20000)
 	$(call measure,overlap,--parameters 64Mi --iterations 2)
+	$(call measure,near,--parameters 64Mi)
 	$(call measure,checkpoint,--parameters $(CHECKPOINT_SIZES))
 	$(call measure,frozen,--frozen-mib 256)
 	$(call measure,resume,--parameters 64Mi)

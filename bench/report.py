@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ _TITLES = {
     "update_cpu": "The update on a CPU, beside the bytes that it moves and beside torch's code",
     "same_bits": "Values of the update on a CPU, beside torch's, bit by bit",
     "overlap": "The step, behind compute",
+    "near": "A step on a server of the same machine, beside a local step",
     "checkpoint": "Checkpoints",
     "frozen": "Checkpoints of a model of which little is trained",
     "resume": "Resuming",
@@ -218,6 +219,8 @@ def _remarks(one: Run) -> str:
         steps = one["facts"].get("bit_identical_steps")
         same = "identical to the last bit" if equal else "**different**"
         lines.append(f"After {steps} steps the parameters were {same} with and without overlap.")
+    if one["bench"] == "near":
+        lines += _near_remarks(one)
     for claim in one["claims"]:
         if one["bench"] == "sizing" and "is_within" in claim:
             low, high = claim["interval90_of_measured_s"]
@@ -234,6 +237,23 @@ def _remarks(one: Run) -> str:
     if one["notes"]:
         lines.append(one["notes"])
     return "\n".join(lines) + "\n" if lines else ""
+
+
+def _near_remarks(one: Run) -> Iterator[str]:
+    """Return what crossed the link, and the server's memory, for each size of the model."""
+    facts = one["facts"]
+    for label in one["settings"]["memory_sizes"].split(","):
+        step, restored = (
+            f"{facts[f'{what}_link_{label}_bytes_per_parameter']:.4f}"
+            for what in ("step", "restore")
+        )
+        sealed = facts[f"checkpoint_link_{label}_bytes"] - facts["train_state_bytes"]
+        memory = facts[f"server_peak_{label}_bytes"] / (1 << 20)
+        yield (
+            f"{label}: over the link, a step moved {step} bytes per parameter, a restore "
+            f"{restored}, and a checkpoint its train state and {sealed} bytes. The server has had "
+            f"{memory:.0f} MiB of memory."
+        )
 
 
 def _parts(one: Run) -> Sequence[str]:

@@ -60,6 +60,7 @@ MAY_KNOW["demo"] = {"torch", "errors", "units", "__init__"}
 MAY_KNOW["report"] = {"errors", "units", "format", "checkpoint", "record"}  # no torch
 MAY_KNOW["cli"] = BELOW_ENGINE - {"device", "update", "model", "stream"} | {
     "demo",
+    "near",
     "report",
     "serve",
     "__init__",

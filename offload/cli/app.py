@@ -7,12 +7,13 @@ exit status is 0 for success, 1 for an error or for a checkpoint that is damaged
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -35,7 +36,8 @@ from offload.cli.tiers import pull, push
 from offload.cli.top import top
 from offload.cli.usage import du
 from offload.cli.verify import verify
-from offload.errors import OffloadError
+from offload.errors import NearError, OffloadError
+from offload.near.place import is_remote
 from offload.units import size
 
 app = typer.Typer(
@@ -84,6 +86,9 @@ def demo(
     steps: Annotated[
         int | None, typer.Option(min=4, help="Total number of optimizer steps.")
     ] = None,
+    near: Annotated[
+        bool, typer.Option("--near", help="Let a server of its own update the state.")
+    ] = False,
     allow_volatile: AllowVolatile = False,
     as_json: Json = False,
 ) -> None:
@@ -101,6 +106,7 @@ def demo(
         model=model.value,
         directory=os.path.abspath(directory),
         steps=steps,
+        near=near,
         allow_volatile=allow_volatile,
         quiet=as_json,
     )
@@ -136,8 +142,30 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "pull": pull,
     "size": size_command,
 }
+_ASK_SERVERS = (ls, show, verify)
+"""Commands that can ask a server about a store that it has."""
+
+
+def _of_this_machine(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that refuses runs on a server."""
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        for value in arguments.values():
+            for one in value if isinstance(value, list) else [value]:
+                if isinstance(one, str) and is_remote(one):
+                    name = next(n for n, known in _COMMANDS.items() if known is command)
+                    raise NearError(
+                        f"offload {name} must run where the server of {one} runs, with the "
+                        "directory of the store"
+                    )
+        command(**arguments)
+
+    return run
+
+
 for name, command in _COMMANDS.items():
-    app.command(name)(command)
+    app.command(name)(command if command in _ASK_SERVERS else _of_this_machine(command))
 
 
 def main() -> None:

@@ -26,9 +26,8 @@ from offload.cli.options import (
     print_json,
 )
 from offload.cli.tiers import list_url, show_decisions
-from offload.errors import CheckpointError
 from offload.format.metrics import describes_the_run
-from offload.format.names import part_number
+from offload.near.place import is_remote
 from offload.tiers.services.address import is_tier_url
 from offload.units import grouped, listed, size
 
@@ -37,10 +36,8 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-    from gds import Backend
-    from offload.checkpoint.checkpoint import Checkpoint
     from offload.checkpoint.listing import CheckpointInfo
-    from offload.retention.pins import Pin
+    from offload.checkpoint.overview import Overview
 
 _SHORTEST_PIN = 5
 """Least number of characters to which the name of a pin is cut, so that a metric fits beside it."""
@@ -71,25 +68,34 @@ def ls(
     to a tier, its last decisions follow, with their reasons.
 
     Checkpoints that are not usable are listed with the reason. Only names, sizes and manifests are
-    read; verify reads the content. The URL of a tier (s3://bucket/folder) lists the copies in it.
+    read; verify reads the content. The URL of a tier (s3://bucket/folder) lists the copies in it,
+    and that of a run on a server (offload+unix:///path/of/socket/run) what the server has of it.
     """
-    if is_tier_url(store):
+    if is_tier_url(store) and not is_remote(store):
         list_url(store, as_json=as_json)
         return
-    from offload.checkpoint.listing import list_checkpoints, list_unnamed_parts
+    if is_remote(store):
+        from offload.near.reading import overview as overview_there
 
-    found = list_checkpoints(store, parts=part or None)
+        _refuse_parts(part)
+        found = overview_there(store)
+    else:
+        from offload.checkpoint.overview import overview
+
+        found = overview(store, part or None)
     if as_json:
-        print_json([dataclasses.asdict(info) for info in found])
+        print_json([dataclasses.asdict(info) for info in found.checkpoints])
     else:
         _show_list(store, found, wide=wide)
-        for path in list_unnamed_parts(store, parts=part or None):
+        for path in found.unnamed_parts:
             typer.echo(
                 f"{one_line(path)}: named by no checkpoint; the next run of several ranks, or "
                 "`offload prune`, removes it"
             )
-        show_decisions(store)
-    _show_lost_pins(store, found)
+        if not is_remote(store):
+            show_decisions(store)
+    for text in found.lost_pins:
+        typer.secho(one_line(text), fg="red", err=True)
 
 
 def show(
@@ -99,10 +105,17 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Describe a checkpoint: its optimizer, files and tensors."""
-    from offload.checkpoint.opening import open_checkpoint
+    if is_remote(checkpoint):
+        from offload.near.reading import describe as describe_there
 
-    with open_checkpoint(checkpoint, parts=part or None) as opened:
-        description = _describe(opened)
+        _refuse_parts(part)
+        description = describe_there(checkpoint)
+    else:
+        from offload.checkpoint.opening import open_checkpoint
+        from offload.checkpoint.overview import describe
+
+        with open_checkpoint(checkpoint, parts=part or None) as opened:
+            description = describe(opened)
     if as_json:
         groups = description["hyperparameters"]
         description["hyperparameters"] = _as_json(groups)
@@ -111,31 +124,9 @@ def show(
         _show_description(description, tensors=tensors)
 
 
-def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return all that `show` prints, as JSON values; only hyper-parameters may be tensors."""
-    return {
-        "path": checkpoint.path,
-        "step": checkpoint.step,
-        "generation": checkpoint.generation,
-        "created": checkpoint.created,
-        "optimizer": checkpoint.optimizer,
-        "update_code": checkpoint.update_code,
-        "parameters_only": checkpoint.parameters_only,
-        "metrics": checkpoint.metrics,
-        "parts": checkpoint.parts,
-        "owners": [
-            {"owner": one.reference.owner, "path": one.path, "seen": one.table is not None}
-            for one in (checkpoint.owners if checkpoint.manifest.owners else [])
-        ],
-        "num_parameters": checkpoint.num_parameters,
-        "hyperparameters": checkpoint.hyperparameters,
-        "state_arrays": checkpoint.state_arrays,
-        "files": checkpoint.files,
-        "tensors": [
-            {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape)}
-            for entry in checkpoint.tensors
-        ],
-    }
+def _refuse_parts(parts: list[str] | None) -> None:
+    if parts:
+        raise typer.BadParameter("a server has no --part: it knows its drives")
 
 
 def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
@@ -184,12 +175,12 @@ def _as_json(value: Any) -> Any:
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _show_list(store: str, found: list[CheckpointInfo], *, wide: bool) -> None:
+def _show_list(store: str, seen: Overview, *, wide: bool) -> None:
     """Print the table, what its words mean, and why checkpoints are not usable."""
+    found = seen.checkpoints
     if not found:
-        further = any(part_number(name) is not None for name in os.listdir(store))
         where = "; list the first directory of the store, which this one belongs to"
-        typer.echo(f"{store}: no checkpoints{where if further else ''}")
+        typer.echo(f"{store}: no checkpoints{where if seen.is_further else ''}")
         return
     _show_table(found, wide=wide)
     if any(info.valid and not info.parameters_only for info in found):
@@ -206,43 +197,6 @@ def _show_list(store: str, found: list[CheckpointInfo], *, wide: bool) -> None:
         typer.echo(f"not seen here, so not counted: {one_line(listed(paths))}")
     for text in grouped([(info.path, info.reason) for info in found if not info.valid]):
         typer.secho(one_line(text), fg="red")
-
-
-def _show_lost_pins(store: str, found: Sequence[CheckpointInfo]) -> None:
-    """Print on standard error the pins that belong to no checkpoint or cannot be read."""
-    from gds import PosixBackend
-    from offload.retention.pins import read_pins
-
-    directory = os.path.abspath(store)
-    shown = {name for info in found for name in info.pins}
-    with PosixBackend() as backend:
-        pins = read_pins(backend, directory)
-        # A pin may belong to a checkpoint that was sealed after the store was listed.
-        lost_pins = [
-            pin
-            for pin in pins.pins
-            if pin.name not in shown and not _is_there(backend, directory, pin)
-        ]
-    for reason in pins.unreadable:
-        typer.secho(reason, fg="red", err=True)
-    for lost in lost_pins:
-        typer.secho(
-            f"pin {lost.name}: its checkpoint {lost.checkpoint} of generation {lost.generation} "
-            f"no longer exists; remove the pin with offload unpin {directory} "
-            f"{lost.name}",
-            fg="red",
-            err=True,
-        )
-
-
-def _is_there(backend: Backend, store: str, pin: Pin) -> bool:
-    from offload.checkpoint.reading import decode_manifest
-
-    path = f"{store}/{pin.checkpoint}"
-    try:
-        return pin.refers_to(path, decode_manifest(backend, path))
-    except (CheckpointError, OSError):
-        return False
 
 
 def _fit_notes(pins: Sequence[str], metrics: Mapping[str, float], room: int) -> str:
@@ -283,7 +237,7 @@ def _cut_middle(text: str, room: int) -> str:
     return text[:head] + _ELLIPSIS + text[len(text) - (kept - head) :]
 
 
-def _show_table(found: list[CheckpointInfo], *, wide: bool) -> None:
+def _show_table(found: Sequence[CheckpointInfo], *, wide: bool) -> None:
     from rich.cells import cell_len
 
     width = _LONGEST_LINE if wide else make_console().width

@@ -113,7 +113,9 @@ def show(report: dict[str, Any], console: Console) -> None:
     in_memory = f"{size(report['ring_bytes'])} + {size(report['resident_bytes'])}"
     saved = size(report["torch_save_bytes"])
     stalled = f"{report['torch_save_s'] * 1000:,.0f} ms"
+    crossed = f"{report['crossing_bytes_per_parameter']:.2f} bytes"
     rows = (
+        *([("a step sends and receives, per parameter", crossed, "-")] if report["near"] else []),
         ("optimizer state on SSD", size(report["state_bytes"]), "-"),
         ("... in memory (ring + resident)", in_memory, size(report["state_bytes"])),
         ("one checkpoint writes", size(report["checkpoint_bytes"]), saved),

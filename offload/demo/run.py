@@ -9,7 +9,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from offload.demo import SCENARIOS, DemoError, Scenario, require_modules
@@ -21,6 +25,12 @@ if TYPE_CHECKING:
 
 _MARKER = ".offload-demo"
 """Name of the file that marks a directory made by the demo, which the demo may empty."""
+
+_STORE = "store"
+"""Name of the store in the demo's directory, and of the run if a server has it."""
+
+_CLOSING_S = 60.0
+"""Seconds that the server has to close its store."""
 
 _SLOTS = 3
 """Number of slots: two checkpoints that are kept, and the working slot."""
@@ -35,6 +45,7 @@ def run_demo(
     model: str,
     directory: str,
     steps: int | None = None,
+    near: bool = False,
     allow_volatile: bool = False,
     quiet: bool = False,
 ) -> dict[str, Any]:
@@ -46,6 +57,7 @@ def run_demo(
         directory: Directory for the store. If an earlier demo made it, it is emptied first.
             Otherwise it must be empty or absent.
         steps: Number of optimizer steps in the whole run; None for the scenario's own number.
+        near: Whether a server of its own updates the state, to which the training process connects.
         allow_volatile: Whether to accept a file system that loses its content at power-off.
         quiet: Whether to print nothing.
 
@@ -58,24 +70,27 @@ def run_demo(
     every = min(scenario.every, total // 2)
     require_modules(scenario)
     store = _prepare(directory, scenario)
-    arguments = ["--model", model, "--directory", store, f"--steps={total}", f"--every={every}"]
-    if allow_volatile:
-        arguments.append("--allow-volatile")
     log = os.path.join(directory, "train.log")
-
     # Half-way between two checkpoints, near the middle of the run.
     kill_step = every * (total // (2 * every)) + (every + 1) // 2
-    with Progress(console, scenario.title, steps=total, quiet=quiet) as progress:
-        progress.say(f"Training {scenario.title} for {total} steps, a checkpoint every {every}")
-        first = _train([*arguments, f"--kill={kill_step}"], log, progress)
-        killed = _killed(store, first[-1], kill_step)
-        progress.say(
-            f"[bold red]Killed[/] by SIGKILL in the middle of step {killed['step']}; "
-            f"the newest checkpoint is of step {killed['checkpoint']}"
-        )
-    with Progress(console, scenario.title, steps=total, quiet=quiet) as progress:
-        second = _train(arguments, log, progress)
-    report = _report(scenario, first, second, killed, store, total, every, began)
+    with _server(directory, log) if near else nullcontext(directory) as place:
+        arguments = [f"--model={model}", f"--directory={place}/{_STORE}"]
+        arguments += [f"--steps={total}", f"--every={every}"]
+        if allow_volatile:
+            arguments.append("--allow-volatile")
+        with Progress(console, scenario.title, steps=total, quiet=quiet) as progress:
+            if near:
+                progress.say(f"A server updates the state: gradients in, parameters out of {place}")
+            progress.say(f"Training {scenario.title} for {total} steps, a checkpoint every {every}")
+            first = _train([*arguments, f"--kill={kill_step}"], log, progress)
+            killed = _killed(store, first[-1], kill_step)
+            progress.say(
+                f"[bold red]Killed[/] by SIGKILL in the middle of step {killed['step']}; "
+                f"the newest checkpoint is of step {killed['checkpoint']}"
+            )
+        with Progress(console, scenario.title, steps=total, quiet=quiet) as progress:
+            second = _train(arguments, log, progress)
+    report = _report(scenario, first, second, killed, store, total, every, near, began)
     if not report["equal"]:
         different = [row["step"] for row in report["repeated"] if not row["equal"]]
         show(report, console)
@@ -105,6 +120,7 @@ def _prepare(directory: str, scenario: Scenario) -> str:
                 os.remove(path)
     except OSError as error:
         raise DemoError(f"cannot prepare the directory {directory}: {error}") from error
+    # A server has the parameters in a file as well, which leaves before torch.save is measured.
     needed = scenario.num_parameters * _BYTES_PER_PARAMETER * (_SLOTS + 1)
     needed += needed // 50 + (16 << 20)  # headers, manifests, train_state, directories
     free = shutil.disk_usage(directory).free
@@ -114,7 +130,44 @@ def _prepare(directory: str, scenario: Scenario) -> str:
             f"{size(needed)}, {_SLOTS} times the training state, and once more for torch.save. "
             "Name a --directory on another disk, or pass --model tiny"
         )
-    return os.path.join(directory, "store")
+    return os.path.join(directory, _STORE)
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of the processes that the demo starts."""
+    return {
+        # OpenMP threads that spin while they wait for each other make a step twenty times as
+        # long beside other programs. Sleeping costs next to nothing on an idle machine.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ,
+        # The model comes from a package. A hub is never asked, not even for a newer version.
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+
+
+@contextmanager
+def _server(directory: str, log: str) -> Iterator[str]:
+    """Run a server for the runs in a directory, and yield the beginning of their addresses.
+
+    Raises:
+        DemoError: The server cannot be started.
+    """
+    # Not in the directory: the path of a socket file has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="offload-") as folder, open(log, "ab") as file:
+        path = os.path.join(folder, "demo.sock")
+        command = [sys.executable, "-m", "offload", "serve", directory, "--listen", f"unix:{path}"]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=file, env=_environment(), text=True
+        ) as process:
+            try:
+                if process.stdout is None or not process.stdout.readline():
+                    raise DemoError(f"the server has ended at once; its last output is in {log}")
+                yield f"offload+unix://{path}"
+                process.terminate()  # it closes the store
+                process.wait(_CLOSING_S)
+            finally:
+                process.kill()
 
 
 def _train(arguments: list[str], log: str, progress: Progress) -> list[Event]:
@@ -125,15 +178,6 @@ def _train(arguments: list[str], log: str, progress: Progress) -> list[Event]:
     Raises:
         DemoError: The process ended with another status, or by another signal.
     """
-    environment = {
-        # OpenMP threads that spin while they wait for each other make a step twenty times as
-        # long beside other programs. Sleeping costs next to nothing on an idle machine.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        **os.environ,
-        # The model comes from a package. A hub is never asked, not even for a newer version.
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
     events: list[Event] = []
     with (
         open(log, "ab") as file,
@@ -142,7 +186,7 @@ def _train(arguments: list[str], log: str, progress: Progress) -> list[Event]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=file,
-            env=environment,
+            env=_environment(),
             text=True,
         ) as process,
     ):
@@ -190,6 +234,7 @@ def _report(
     store: str,
     steps: int,
     every: int,
+    near: bool,
     began: float,
 ) -> dict[str, Any]:
     """Measure `torch.save` on the same state, and return the complete report, as JSON values.
@@ -227,6 +272,7 @@ def _report(
     ]
     return {
         "model": scenario.name,
+        "near": near,
         "title": scenario.title,
         "num_parameters": end["num_parameters"],
         "steps": steps,
@@ -246,6 +292,7 @@ def _report(
         "update_s": statistics.median(event["update_s"] for event in done),
         "read_gbps": end["bytes_read"] / end["read_s"] / 1e9 if end["read_s"] else 0.0,
         "write_gbps": end["bytes_written"] / end["write_s"] / 1e9 if end["write_s"] else 0.0,
+        "crossing_bytes_per_parameter": _crossing(second) / end["num_parameters"],
         "state_bytes": end["state_bytes"],
         "ring_bytes": end["ring_bytes"],
         "resident_bytes": end["resident_bytes"],
@@ -257,6 +304,18 @@ def _report(
         "store": store,
         "elapsed_s": time.perf_counter() - began,
     }
+
+
+def _crossing(events: list[Event]) -> float:
+    """Return the bytes that a step without a checkpoint sends to a server and receives from it."""
+    steps = [event for event in events if event["event"] == "step"]
+    totals = [event["to_server_bytes"] + event["from_server_bytes"] for event in steps]
+    found = [
+        now - before
+        for (before, now), event in zip(pairwise(totals), steps[1:], strict=True)
+        if event["checkpoint_call_s"] is None
+    ]
+    return statistics.median(found) if found else 0.0
 
 
 def _measure_torch_save(checkpoint: str, arrays: list[str], scratch: str) -> dict[str, Any]:

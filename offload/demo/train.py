@@ -149,6 +149,8 @@ def totals(optimizer: offload.OffloadedOptimizer) -> dict[str, float]:
         "ring_bytes",
         "resident_bytes",
         "state_bytes",
+        "to_server_bytes",
+        "from_server_bytes",
     )
     return {name: getattr(stats, name) for name in names}
 

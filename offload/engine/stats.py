@@ -135,6 +135,12 @@ class Stats:
     torch's own, with the reason. Both give the same bits. With state in device memory, the
     kernels of the device."""
 
+    to_server_bytes: int = 0
+    """Bytes sent to the server that updates: gradients, train states and edits; 0 without one."""
+
+    from_server_bytes: int = 0
+    """Bytes received from the server that updates: parameters; 0 without one."""
+
     tier: TierStats | None = None
     """Uploads to the tier, with the last decisions; None without ``Options(tier=...)``."""
 

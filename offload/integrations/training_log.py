@@ -29,6 +29,8 @@ TOTALS = (
     "seals",
     "to_host_bytes",
     "to_device_bytes",
+    "to_server_bytes",
+    "from_server_bytes",
 )
 """Fields of `Stats` that only grow. They go on after a resume; the other fields are sizes, rates,
 largest values and durations of single events, which belong to one process."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -243,11 +243,13 @@ class NearEngine(Engine):
         return f"{self._place.url}: step {self.num_steps}{closed}"
 
     def stats(self) -> Stats:
-        """Return the server's totals."""
+        """Return the server's totals, and the bytes that have crossed to it and from it."""
         self.join()
         found = self._link.call("stats")["stats"]
         names = {field.name for field in fields(Stats)}
-        return Stats(**{name: value for name, value in found.items() if name in names})
+        totals = Stats(**{name: value for name, value in found.items() if name in names})
+        sent, received = self.traffic
+        return replace(totals, to_server_bytes=sent, from_server_bytes=received)
 
     @property
     def traffic(self) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from offload.errors import NearError
-from offload.near.terms import run_name
 
 PORT: Final = 7433
 """Port of a server that is not told another one."""
@@ -18,6 +18,9 @@ PORT: Final = 7433
 SCHEMES: Final = ("offload", "offload+unix")
 
 _CONNECT_S = 30.0
+
+_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+"""Name of a run: a directory below those that the server was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,15 @@ def place_of(directory: object) -> Place:
     if path or not parts.hostname:
         raise ValueError(f"{url!r} is not the address of a run on a server: {how}")
     return Place(url, run, "", parts.hostname, port)
+
+
+def run_name(value: object) -> str:
+    """Return the value if it is the name of a run; raise ValueError otherwise."""
+    if not isinstance(value, str) or not _RUN.fullmatch(value):
+        raise ValueError(
+            f"{value!r:.60} is not the name of a run: use letters, digits, '.', '_' and '-'"
+        )
+    return value
 
 
 def token_for(place: Place) -> str | None:

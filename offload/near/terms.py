@@ -6,7 +6,6 @@ module lists, and hyper-parameters are encoded as in a manifest.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -28,6 +27,7 @@ from offload.format._manifest_fields import (
     text,
 )
 from offload.format.layout import Layout, ParameterSpec
+from offload.near.place import run_name
 from offload.options import DriveTuning, Options
 from offload.retention.policy import BestBy, EverySeconds, EverySteps, LastK, Retention
 
@@ -59,9 +59,6 @@ _SENT_OPTIONS: Final = (
 """Options that say how the server treats state. The others are of the training process."""
 
 _SENT_DRIVES: Final = ("threads", "request_bytes", "shares", "direct", "calibrate")
-
-_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-"""Name of a run: a directory below those that the server was given."""
 
 _MAX_SECONDS = 1e6
 
@@ -174,15 +171,6 @@ def decode_terms(document: Mapping[str, Any]) -> Terms:
         options=_options(mapping(document["options"])),
         timeout_s=float(timeout_s),
     )
-
-
-def run_name(value: object) -> str:
-    """Return the value if it is the name of a run; raise ValueError otherwise."""
-    if not isinstance(value, str) or not _RUN.fullmatch(value):
-        raise ValueError(
-            f"{value!r:.60} is not the name of a run: use letters, digits, '.', '_' and '-'"
-        )
-    return value
 
 
 def encode_layout(layout: Layout, numbers: Mapping[str, int]) -> dict[str, Any]:

@@ -21,10 +21,12 @@ from typing import Any, Final
 
 from gds.waiting import start
 from offload.errors import NearError, StoreLockedError, reason_of
+from offload.format._manifest_fields import mapping
 from offload.journal import log_event
 from offload.near.errors_sent import encode_error
 from offload.near.terms import Terms, decode_terms
 from offload.near.wire import Kind, Wire
+from offload.serve.reading import answer
 from offload.serve.session import Session
 
 PARKED_S: Final = 60.0
@@ -129,12 +131,17 @@ class Server:
                 self._clients.pop(threading.current_thread(), None)
 
     def _admit(self, wire: Wire, hello: Mapping[str, Any]) -> None:
-        """Check a hello, and serve the client's calls."""
+        """Check a hello, and answer its question, or serve the client's calls."""
         given = hello.get("token")
         if self._token is not None and not (
             isinstance(given, str) and hmac.compare_digest(given.encode(), self._token.encode())
         ):
             raise PermissionError("the token is not the server's: give the client the same file")
+        if "read" in hello:
+            with _signs_of_life(wire, 0):
+                found = answer(mapping(hello["read"]), self._directories[0], lambda: wire.alive(0))
+            wire.send_document(Kind.RESULT, 0, found)
+            return
         terms = decode_terms(hello["terms"])
         wire.timeout_s = terms.timeout_s
         with _signs_of_life(wire, 0):

@@ -24,6 +24,7 @@ from bench import (
     fio_axes,
     frozen,
     hybrid,
+    near,
     overlap,
     peers,
     ranks_gather,
@@ -134,6 +135,7 @@ SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], int]] = {
     "small_tensors": (small_tensors.main, [], 1),
     "ranks_gather": (ranks_gather.main, ["--tensors", "60"], 2),
     "overlap": (overlap.main, ["--overlap", "none"], 2),
+    "near": (near.main, [], 1),
     "hybrid": (hybrid.main, ["--rounds", "3"], 8),
     "whole_files": (whole_files.main, ["--rounds", "3"], 4),
     "checkpoint": (checkpoint.main, [], 17),
@@ -155,6 +157,13 @@ def test_a_script_runs(measured: Measured, monkeypatch: pytest.MonkeyPatch, name
         assert 0 < found["claims"][0]["bytes_ratio"] < 1
     elif name == "overlap":
         assert facts["bit_identical"] is True
+    elif name == "near":
+        assert facts["bit_identical"] is True
+        for label in ("128Ki", "512Ki"):  # with chunks of 1,024 elements
+            assert 4 <= facts[f"step_link_{label}_bytes_per_parameter"] < 4.2
+            assert 2 <= facts[f"restore_link_{label}_bytes_per_parameter"] < 2.2
+            sealed = facts[f"checkpoint_link_{label}_bytes"]
+            assert 0 < sealed - facts["train_state_bytes"] < 4096
     elif name == "hybrid":
         assert set(facts["stream-read_choices"]) == {"read direct: large"}
     elif name == "checkpoint":

@@ -21,11 +21,18 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
 
 
-def test_a_killed_run_resumes_and_repeats_its_losses_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("near", [False, True], ids=["here", "on a server"])
+def test_a_killed_run_resumes_and_repeats_its_losses_bit_for_bit(
+    tmp_path: Path, near: bool
+) -> None:
     directory = tmp_path / "demo"
-    done = run_demo("--directory", str(directory), "--steps=12", "--allow-volatile", "--json")
+    options = ["--steps=12", "--allow-volatile", "--json", *(["--near"] if near else [])]
+    done = run_demo("--directory", str(directory), *options)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
+    assert report["near"] is near
+    crossing = report["crossing_bytes_per_parameter"]
+    assert 4 <= crossing <= 4.01 if near else crossing == 0
 
     killed, resumed = report["killed"], report["resumed"]
     assert killed["signal"] == signal.SIGKILL

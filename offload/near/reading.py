@@ -1,0 +1,135 @@
+"""Questions to a server about a store that it has: what people may read while others train.
+
+A question is a hello that says it wants to read. It takes no lock, and is answered by one document.
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from offload.checkpoint.listing import CheckpointInfo
+from offload.checkpoint.overview import Overview
+from offload.checkpoint.verify import VerifyReport
+from offload.errors import NearError, OffloadError
+from offload.format._manifest_fields import decode_group, each, items, mapping
+from offload.format.names import step_of
+from offload.near.errors_sent import decode_error
+from offload.near.place import place_of, token_for
+from offload.near.wire import Kind, Wire
+from offload.store.verification import Verified
+
+_TIMEOUT_S: Final = 60.0
+"""Seconds without a sign of life after which the server counts as lost."""
+
+
+def overview(url: str) -> Overview:
+    """Return what a store on a server has, with the paths of checkpoints as URLs.
+
+    Raises:
+        NearError: The URL names no run, or the server cannot be reached, or refuses.
+        OffloadError: The error of the server.
+    """
+    with _answer(url, "overview") as (store, found):
+        return Overview(
+            [_info(store, one) for one in each(mapping, found["checkpoints"])],
+            _texts(found["unnamed_parts"]),
+            found["is_further"] is True,
+            _texts(found["lost_pins"]),
+        )
+
+
+def describe(url: str) -> dict[str, Any]:
+    """Return what a server says of a checkpoint, as `offload.checkpoint.overview.describe` does.
+
+    Args:
+        url: Checkpoint, or store: its newest checkpoint.
+
+    Raises:
+        NearError: The URL names no run, or the server cannot be reached, or refuses.
+        OffloadError: The error of the server.
+    """
+    with _answer(url, "describe") as (store, found):
+        groups = [decode_group(one) for one in each(mapping, found["hyperparameters"])]
+        return {**found, "path": _there(store, found["path"]), "hyperparameters": groups}
+
+
+def verify(url: str) -> tuple[list[Verified], list[str]]:
+    """Let a server compare every byte of checkpoints with digests; nothing of them crosses.
+
+    Args:
+        url: Checkpoint, or store: all its checkpoints.
+
+    Returns:
+        Results, and the URLs of checkpoints that were recycled in the meantime.
+
+    Raises:
+        NearError: The URL names no run, or the server cannot be reached, or refuses.
+        OffloadError: The error of the server.
+    """
+    with _answer(url, "verify") as (store, found):
+        results = [
+            Verified(
+                _there(store, one["path"]),
+                VerifyReport(**_tuples(mapping(one["report"]))),
+                recorded=_texts(one["recorded"]),
+            )
+            for one in each(mapping, found["results"])
+        ]
+        return results, [_there(store, path) for path in _texts(found["recycled"])]
+
+
+@contextmanager
+def _answer(url: str, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Ask a server, and yield the store's URL and the answer, which may not be what is expected."""
+    store, checkpoint = url.rstrip("/"), None
+    head, _, last = store.rpartition("/")
+    if step_of(last) is not None:
+        store, checkpoint = head, last
+    try:
+        place = place_of(store)
+    except ValueError as error:
+        raise NearError(str(error)) from None
+    wire = Wire(place.connect(), place.peer, _TIMEOUT_S)
+    try:
+        question = {"what": what, "run": place.run, "checkpoint": checkpoint}
+        wire.send_document(Kind.HELLO, 0, {"read": question, "token": token_for(place)})
+        frame = wire.receive((Kind.RESULT, Kind.ERROR), 0)
+        found = wire.read_document(frame)
+    finally:
+        wire.close()
+    if frame.kind == Kind.ERROR:
+        refusal = decode_error(found, place.peer)
+        raise refusal if isinstance(refusal, OffloadError) else NearError(str(refusal))
+    try:
+        yield store, found
+    except (KeyError, TypeError, ValueError) as error:
+        raise NearError(
+            f"{place.peer} gave an answer that is none ({error}): use the same version here and "
+            "there"
+        ) from error
+
+
+def _there(store: str, path: object) -> str:
+    """Return the URL of a checkpoint, given its path on the server."""
+    return f"{store}/{str(path).rpartition('/')[2]}"
+
+
+def _texts(value: object) -> list[str]:
+    return [str(one) for one in items(value)]
+
+
+def _tuples(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass whose tuples have become lists."""
+    return {name: _tuple(value) for name, value in found.items()}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(_tuple(one) for one in value) if isinstance(value, list) else value
+
+
+def _info(store: str, found: Mapping[str, Any]) -> CheckpointInfo:
+    values = _tuples(found)
+    return CheckpointInfo(**{**values, "path": _there(store, values["path"])})

@@ -1,0 +1,120 @@
+"""What cannot be done with a server is refused by name, and nothing is begun."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import offload
+from gds import MemoryBackend
+from offload import NearError
+from tests.near.servers import Server, serving
+from tests.stores.small import make_model, make_optimizer, step
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("near")) as found:
+        yield found
+
+
+class Own(torch.optim.SGD):
+    """A class of the user's own, which a directory of this machine would take."""
+
+
+class Custom(offload.LastK):
+    """A policy of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"overlap": "backward"}, 'overlap="backward"'),
+        ({"tier": "file:///tmp/tier"}, "tier="),
+        ({"backend": MemoryBackend()}, "backend="),
+        ({"placement": "device"}, 'placement="device"'),
+        ({"host_memory": "/mnt/cxl"}, "host_memory="),
+    ],
+    ids=["backward", "tier", "backend", "device", "dax"],
+)
+def test_options_that_need_the_state_here(
+    server: Server, settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(NearError) as refused:
+        make_optimizer(
+            make_model(), directory=server.url("options"), options=offload.Options(**settings)
+        )
+    assert str(refused.value).startswith(named)
+    assert not (server.directory / "options").exists()
+
+
+def test_objects_that_a_server_would_have_to_import(server: Server) -> None:
+    model = make_model()
+    with pytest.raises(offload.UnsupportedOptimizerError, match="Own cannot be updated by a serv"):
+        offload.OffloadedOptimizer(
+            Own, model.parameters(), directory=server.url("own"), model=model, lr=0.1
+        )
+    with pytest.raises(NearError, match=r"keep=.* cannot be sent to a server"):
+        make_optimizer(model, directory=server.url("own"), keep=Custom(2))
+    assert not (server.directory / "own").exists()
+
+
+def test_state_that_would_have_to_cross(server: Server, tmp_path: Path) -> None:
+    model = make_model()
+    with make_optimizer(model, directory=tmp_path / "run") as local:
+        step(local)
+        whole = local.full_state_dict()
+    with make_optimizer(model, directory=server.url("state")) as optimizer:
+        step(optimizer)
+        with pytest.raises(NearError, match="offload export"):
+            optimizer.full_state_dict()
+        with pytest.raises(NearError, match="offload export"), optimizer.materialized():
+            pass
+        with pytest.raises(NearError, match="offload import"):
+            optimizer.load_state_dict(whole)
+        step(optimizer)  # as if nothing had been asked
+        assert optimizer.num_steps == 2
+        optimizer.checkpoint({}).result()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "offload://host/a/run",
+        "offload+unix://host/s/run",
+        "offload+unix:///s/",
+        "offload://host/r n",
+    ],
+)
+def test_addresses_of_no_run(url: str) -> None:
+    with pytest.raises(ValueError, match=r"write offload\+unix:///path/of/socket/run, or"):
+        make_optimizer(make_model(), directory=url)
+
+
+def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(NearError, match=r"cannot be reached .* start it with offload serve"):
+        make_optimizer(make_model(), directory=f"offload+unix://{tmp_path}/s/run")
+
+
+def test_a_second_client_of_a_run(server: Server) -> None:
+    with make_optimizer(make_model(), directory=server.url("twice")) as first:
+        step(first)
+        with pytest.raises(offload.StoreLockedError, match="another client trains here"):
+            make_optimizer(make_model(), directory=server.url("twice"))
+        step(first)
+        first.checkpoint({}).result()
+
+
+def test_several_ranks(server: Server) -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(NearError, match="several ranks cannot use a server so far"):
+            make_optimizer(make_model(), directory=server.url("ranks"))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not (server.directory / "ranks").exists()
