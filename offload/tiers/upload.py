@@ -45,7 +45,7 @@ from offload.tiers.marker import (
 )
 from offload.tiers.rank_uploads import RankShares
 from offload.tiers.sending import NUM_TRANSFERS, Check, Progress, Sending, Share
-from offload.tiers.services.address import parse_address, require_apart
+from offload.tiers.services.address import parse_address, require_apart, require_folder
 from offload.tiers.services.objects import Objects
 from offload.tiers.services.opening import (
     DEFAULT_RETRY_S,
@@ -342,12 +342,14 @@ def push(
         CheckpointError: There is no usable checkpoint, or a part of it is not seen here.
         gds.StorageError: The checkpoint cannot be read.
     """
+    address = parse_address(url)
+    require_folder(address)
     with (
         given_or_local(backend) as storage,
-        open_objects(url, timeout_s=timeout_s, retry_s=retry_s) as objects,
+        open_objects(address, timeout_s=timeout_s, retry_s=retry_s) as objects,
     ):
         with open_checkpoint(path, parts=parts, backend=storage) as opened:
-            require_apart(parse_address(url), _directories(opened))
+            require_apart(address, _directories(opened))
             if opened.parameters_only:
                 raise CheckpointError(
                     f"{opened.path}: parameters only, so it cannot be pushed to a tier: push a "

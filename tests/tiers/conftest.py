@@ -110,12 +110,12 @@ def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     name, (host, port) = uuid.uuid4().hex, given
     if request.param == "juicefs":
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        return f"s3://tier/{name}"
+        return f"s3://tier/{name}/run"
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", servers.AZURE_ACCOUNT)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", servers.AZURE_KEY)
     endpoint = f"http://{host}:{port}/{servers.AZURE_ACCOUNT}"
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", endpoint)
-    return f"az://bucket/{name}"
+    return f"az://bucket/{name}/run"
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from offload.tiers import list_tier, prune_tier, pull, push, verify_tier
 from offload.tiers.services.opening import open_objects
 from tests.stores.files import flip_on_disk, steps, tree
 from tests.stores.small import make_model, make_optimizer, step, train
-from tests.tiers.copies import SMALL, change, files, optimizer_in, steps_in, whole
+from tests.tiers.copies import SMALL, change, files, new_in, optimizer_in, steps_in, whole
 
 
 def require_whole(store: Path) -> None:
@@ -353,3 +353,20 @@ def test_a_model_of_many_blocks_goes_up_in_parts_in_bounded_memory(tmp_path: Pat
     shutil.rmtree(tmp_path / "store")
     for used in (sending, fetching):
         assert sum(used.sizes) < len(before)
+
+
+@pytest.mark.parametrize("below", ["", "/gen-00000001/" + "0a" * 16])
+def test_a_folder_that_is_named_like_the_copies_of_a_store_takes_no_uploads(
+    store: Path, tmp_path: Path, below: str
+) -> None:
+    """Nothing in it would be found again."""
+    url = f"file://{tmp_path}/{'0a' * 16}{below}"
+    with pytest.raises(TierError, match="leave it out; or, if it is a name of your own, add"):
+        push(store, url)
+    with pytest.raises(TierError, match="leave it out"):
+        new_in(tmp_path / "new", url)
+    run = tmp_path / ("0a" * 16) / "run"
+    run.parent.mkdir()
+    (run.parent / "other").touch()  # an empty folder may be where a drive is not mounted
+    push(store, f"file://{run}")
+    assert whole(f"file://{run}") == [True]

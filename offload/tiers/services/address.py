@@ -112,6 +112,22 @@ def parse_address(url: str) -> TierAddress:
     return TierAddress(scheme, parts.netloc, *_split(folder))
 
 
+def require_folder(address: TierAddress) -> None:
+    """Check that an address is of a tier, to which something is to be sent.
+
+    A folder whose name is that of a store's identity is taken for the copies of that store, so
+    copies in such a folder would not be found again.
+    """
+    if address.store_id:
+        name = address.copy or address.store_id
+        raise TierError(
+            errno.EINVAL,
+            f"{name!r} at the end of the URL is the name of a store's copies: leave it out; or, if "
+            "it is a name of your own, add a folder below it, such as /run",
+            address.url,
+        )
+
+
 def require_apart(address: TierAddress, directories: Iterable[str | os.PathLike[str]]) -> None:
     """Check that a tier is in no directory of a store, and contains none."""
     if address.scheme != "file":

@@ -21,7 +21,13 @@ from offload.errors import TierError, TierNotFoundError
 from offload.format import document
 from offload.format.names import TIERS_NAME
 from offload.journal import log_event
-from offload.tiers.services.address import TierAddress, parse_address, require_apart, url_digest
+from offload.tiers.services.address import (
+    TierAddress,
+    parse_address,
+    require_apart,
+    require_folder,
+    url_digest,
+)
 from offload.tiers.services.folder_objects import FolderObjects
 from offload.tiers.services.objects import TIER_NAME, Objects
 
@@ -61,10 +67,11 @@ def require_tier(url: str, directories: Iterable[str | os.PathLike[str]]) -> Non
         directories: Directories of the store.
 
     Raises:
-        TierError: It is not, or the library or a setting is missing; or the tier is in a directory
-            of the store, or contains one.
+        TierError: It is not, or it is of copies in a tier, or the library or a setting is missing;
+            or the tier is in a directory of the store, or contains one.
     """
     address = parse_address(url)
+    require_folder(address)
     require_apart(address, directories)
     open_objects(address).close()
 
