@@ -250,7 +250,9 @@ def run(main: Callable[[], None]) -> None:
 
     The warning of a closed optimizer about steps without a checkpoint is suppressed.
     """
-    logging.getLogger("offload").addFilter(lambda record: "steps are lost" not in record.msg)
+    logging.getLogger("offload").addFilter(
+        lambda record: "steps are lost" not in record.getMessage()
+    )
     try:
         main()
     except BenchError as error:

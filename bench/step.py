@@ -8,10 +8,15 @@ steps back to back, since the writes of one step continue into the next.
     python -m bench.step --directory DIR --sweep chunk            # or ring, threads
     python -m bench.step --directory DIR --resident 0,0.25,0.5    # kept in memory
     python -m bench.step --directory DIR --master split --state-dtype bfloat16,int8
+    python -m bench.step --record --resident 1 --parameters 32Mi --steps 50 --rounds 20
 
 A variant alternates with the exact FP32 step that streams all state, in adjacent pairs. Its time
 should fall in proportion to its bytes, as long as the step waits for the drive. If the drive is
 faster than the processor can update, ``--drive-gbps`` simulates a slower drive.
+
+With ``--record``, steps of a run that is recorded for ``offload top`` alternate with steps of one
+that is not; with all state resident, no drive hides the cost. A sample should last some seconds,
+because the record is written once a second.
 """
 
 from __future__ import annotations
@@ -19,11 +24,14 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import offload
 from bench._fio import Fio
 from bench._harness import (
     BenchError,
@@ -51,6 +59,8 @@ _SLACK_BYTES = 8 << 10
 _PROPORTION_LIMIT = 1.15
 """Largest ratio of a variant's time per byte to the exact step's: within 15 % of proportional."""
 
+_RECORD_LIMIT = 1.002
+
 _STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
 
 
@@ -62,6 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         require_space(directory, 5 * exact_state_bytes(args.parameters))
         result = Result("step", args, directory)
         result.fact("state_bytes", exact_state_bytes(args.parameters))
+        if args.record:
+            _against_no_record(args, result, directory)
+            result.write()
+            return
         baseline = stack.enter_context(_streamed(args, directory, "exact"))
         result.fact("ring_bytes", baseline.optimizer.stats().ring_bytes)
         variants = _variants(args)
@@ -95,6 +109,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--master", default="fp32", choices=("fp32", "split"), help="format of the master")
     add("--state-dtype", default="fp32", help="formats of the moments: fp32, bf16, int8")
     add("--combine", action="store_true", help="also --master with each --state-dtype")
+    add("--record", action="store_true", help="measure what recording the run costs")
     quick = {
         "parameters": "128Ki",
         "tensors": 3,
@@ -109,6 +124,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _kind(args: argparse.Namespace) -> str:
     """Return the label of the settings that differ from a plain run, for the file's name."""
+    if args.record:
+        return "record"
     if args.sweep:
         return f"sweep-{args.sweep}"
     if args.resident:
@@ -140,14 +157,7 @@ def _variants(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     if args.sweep:
         values = numbers(args.values or _SWEEPS[args.sweep])
         return [(f"{args.sweep} {value:g}", _swept(args.sweep, value)) for value in values]
-    out: list[tuple[str, dict[str, Any]]] = []
-    chunk_bytes = int(args.chunk_mib * (1 << 20))
-    chunks = -(-args.parameters * 4 // chunk_bytes)
-    # Memory of a chunk is a little larger than the chunk, for its alignment.
-    room = exact_state_bytes(args.parameters) + chunks * STATE_ARRAYS * _SLACK_BYTES
-    for fraction in numbers(args.resident):
-        nbytes = int(fraction * room)
-        out.append((f"resident {fraction:g}", {"host_memory": nbytes} if nbytes else {}))
+    out = [(f"resident {part:g}", _resident(args, part)) for part in numbers(args.resident)]
     names = [_STATE_DTYPES.get(name, name) for name in words(args.state_dtype)]
     moments = [{"state_dtype": name} for name in names if name != "float32"]
     out += [(f"state {options['state_dtype']}", dict(options)) for options in moments]
@@ -159,6 +169,15 @@ def _variants(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
                 for options in moments
             ]
     return out
+
+
+def _resident(args: argparse.Namespace, fraction: float) -> dict[str, Any]:
+    """Return the option that keeps a fraction of the state in memory."""
+    chunks = -(-args.parameters * 4 // int(args.chunk_mib * (1 << 20)))
+    # Memory of a chunk is a little larger than the chunk, for its alignment.
+    room = exact_state_bytes(args.parameters) + chunks * STATE_ARRAYS * _SLACK_BYTES
+    nbytes = int(fraction * room)
+    return {"host_memory": nbytes} if nbytes else {}
 
 
 def _swept(setting: str, value: float) -> dict[str, Any]:
@@ -220,6 +239,55 @@ def _against_the_drive(
         numerator="step_s",
         denominator="replay_s",
         limit=args.replay_limit,
+    )
+
+
+def _against_no_record(args: argparse.Namespace, result: Result, directory: str) -> None:
+    """Measure steps of a run that is recorded, beside those of one that is not.
+
+    Each sample has an optimizer of its own, so that nothing is recorded beside the other samples.
+    """
+    parameters = make_parameters(args.parameters, args.tensors)
+    gradients = make_gradients(parameters)
+    settings = {
+        "chunk_bytes": int(args.chunk_mib * (1 << 20)),
+        "ring_chunks": args.ring,
+        "drives": offload.DriveTuning(threads=args.threads, calibrate=False),
+        **_resident(args, sum(numbers(args.resident))),
+    }
+    shares: list[float] = []
+
+    def sample(*, record: bool) -> float:
+        """Return the seconds of a step, and note the processor time of the recorder's thread."""
+        options = {**settings, "record": record}
+        store = os.path.join(directory, "store")
+        with Streamed(store, parameters, gradients, "record" if record else "none", options) as one:
+            clocks = [
+                time.pthread_getcpuclockid(thread.ident or 0)
+                for thread in threading.enumerate()
+                if thread.name == "offload-record"
+            ]
+            before_s = sum(map(time.clock_gettime, clocks))
+            step_s = one.sample(args.steps)
+            if record:
+                busy_s = sum(map(time.clock_gettime, clocks)) - before_s
+                shares.append(busy_s / (step_s * args.steps))
+        return step_s
+
+    samples = alternate(
+        {"recorded_s": partial(sample, record=True), "plain_s": partial(sample, record=False)},
+        args.rounds,
+        report=say,
+    )
+    result.add_samples(samples)
+    result.fact("recorder_cpu_share", median(shares))
+    say(f"the recorder's thread takes {median(shares):.3%} of the time of a core")
+    result.claim(
+        "a step of a run that is recorded, beside one of a run that is not",
+        ratios(samples["recorded_s"], samples["plain_s"]),
+        numerator="recorded_s",
+        denominator="plain_s",
+        limit=_RECORD_LIMIT,
     )
 
 

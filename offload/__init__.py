@@ -73,7 +73,14 @@ if TYPE_CHECKING:
     from offload.model.process_groups import SEPARATE
     from offload.optimizer import OffloadedOptimizer
     from offload.options import DriveTuning, MemoryDirectory, Options, Tier
-    from offload.retention.policy import BestBy, EverySeconds, EverySteps, LastK, Retention
+    from offload.retention.policy import (
+        BestBy,
+        EverySeconds,
+        EverySteps,
+        LastK,
+        ParametersOnly,
+        Retention,
+    )
     from offload.sizing.plan import size
     from offload.store.pinning import pin, unpin
     from offload.store.quarantine import verify_and_mark, verify_before_resume
@@ -112,6 +119,7 @@ __all__ = [
     "OffloadedOptimizer",
     "Options",
     "OverlapError",
+    "ParametersOnly",
     "PinError",
     "Position",
     "ProcessGroupError",
@@ -211,7 +219,14 @@ _MODULES = {
     "offload.store.pinning": ("pin", "unpin"),
     "offload.model.process_groups": ("SEPARATE",),
     "offload.store.quarantine": ("verify_and_mark", "verify_before_resume"),
-    "offload.retention.policy": ("BestBy", "EverySeconds", "EverySteps", "LastK", "Retention"),
+    "offload.retention.policy": (
+        "BestBy",
+        "EverySeconds",
+        "EverySteps",
+        "LastK",
+        "ParametersOnly",
+        "Retention",
+    ),
     "offload.grad_scaler": ("GradScaler",),
     "offload.engine.seal_handle": ("SealHandle",),
     "offload.exchange.dcp_storage": ("CheckpointReader",),

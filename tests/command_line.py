@@ -38,6 +38,7 @@ def runner(
 
     def run(*arguments: str | Path) -> Result:
         monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
+        capsys.readouterr()  # of what the test did before
         with pytest.raises(SystemExit) as exited:
             main()
         code = exited.value.code

@@ -63,6 +63,7 @@ def main() -> None:
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.steps)
     writer: Any = None
+    before: offload.Stats | None = None
     if arguments.log is not None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -88,8 +89,10 @@ def main() -> None:
         print(f"step {step + 1} loss {loss.item()!r}", flush=True)
         if writer is not None:
             writer.add_scalar("loss", loss.item(), step)
-            for name, value in optimizer.stats().scalars().items():
+            stats = optimizer.stats()
+            for name, value in stats.scalars(since=before).items():
                 writer.add_scalar(name, value, step)
+            before = stats
         if (step + 1) % arguments.every == 0 or step + 1 == arguments.steps:
             optimizer.checkpoint(  # returns at once; durable soon after
                 {

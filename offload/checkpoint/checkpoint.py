@@ -166,6 +166,14 @@ class Checkpoint:
         return self.manifest.created
 
     @property
+    def parameters_only(self) -> bool:
+        """Whether the checkpoint has given up its state, so that no training can go on from it.
+
+        See `offload.ParametersOnly`.
+        """
+        return not self.manifest.has_state
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Metrics that were given to ``checkpoint(metrics=...)``, by name."""
         return dict(self.manifest.metrics)
@@ -417,6 +425,7 @@ class Checkpoint:
                 "path": self.path,
                 "created": self.created[:16].replace("T", " "),
                 "optimizer": self.optimizer,
+                "state": "none: parameters only" if self.parameters_only else "",
                 "parameters": count(self.manifest.layout.num_elements),
                 "owners": f"{owners + 1}; the parameters are those of owner 0" if owners else "",
                 "metrics": ", ".join(f"{name}={one:g}" for name, one in self.metrics.items()),

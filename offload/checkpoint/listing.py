@@ -78,6 +78,9 @@ class CheckpointInfo:
     store: str = ""
     """Identity of the store that sealed the checkpoint; empty if the checkpoint is not valid."""
 
+    parameters_only: bool = False
+    """Whether the checkpoint has given up its state, so that no training can go on from it."""
+
 
 def list_checkpoints(
     store: str | os.PathLike[str],
@@ -267,4 +270,5 @@ def info_of(
         dict(manifest.metrics),
         tuple(owner.path for owner in owners if owner.table is None),
         manifest.store_id,
+        not manifest.has_state,
     )

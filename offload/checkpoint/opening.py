@@ -22,8 +22,8 @@ from offload.checkpoint.owner_parts import (
 )
 from offload.checkpoint.reader_lock import lock_for_reading, recycled
 from offload.checkpoint.reading import (
-    check_files,
     check_name,
+    check_unlocked,
     checkpoint_paths,
     decode_manifest,
     read_in_store,
@@ -263,7 +263,7 @@ def _find(
             manifest = decode_manifest(backend, checkpoint)
             check_name(checkpoint, manifest)
             generation = manifest.generation
-            check_files(backend, checkpoint, manifest, parts, need_parts=need_parts)
+            check_unlocked(backend, checkpoint, manifest, parts, need_parts=need_parts)
         except CheckpointError as error:
             refused.append(_PassedOver(checkpoint, own.inode, generation, str(error)))
         else:

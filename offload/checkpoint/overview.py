@@ -67,6 +67,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "created": checkpoint.created,
         "optimizer": checkpoint.optimizer,
         "update_code": checkpoint.update_code,
+        "parameters_only": checkpoint.parameters_only,
         "metrics": checkpoint.metrics,
         "parts": checkpoint.parts,
         "owners": [

@@ -85,6 +85,8 @@ def held(backend: Backend, path: str, manifest: Manifest, lock: Lock | None) -> 
 def was_recycled(backend: Backend, path: str, manifest: Manifest) -> bool:
     """Return whether a path belongs to another checkpoint now, or no longer exists.
 
+    A checkpoint that has given up its state since then counts as recycled, too.
+
     If the manifest cannot be read, the checkpoint counts as the same: its fault is damage.
     """
     if backend.stat(path) is None:
@@ -93,7 +95,11 @@ def was_recycled(backend: Backend, path: str, manifest: Manifest) -> bool:
         found = decode_manifest(backend, path)
     except (CheckpointError, StorageError):
         return backend.stat(path) is None
-    return (found.store_id, found.generation) != (manifest.store_id, manifest.generation)
+    return _identity(found) != _identity(manifest)
+
+
+def _identity(manifest: Manifest) -> tuple[str, int, bool]:
+    return manifest.store_id, manifest.generation, manifest.has_state
 
 
 def recycled(path: str) -> RecycledError:

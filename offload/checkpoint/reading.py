@@ -125,7 +125,33 @@ def read_in_store(
     """Read and check a directory of a store as `read_manifest` does, and check its name."""
     manifest = decode_manifest(backend, path)
     check_name(path, manifest)
-    check_files(backend, path, manifest, parts, need_parts=need_parts)
+    return check_unlocked(backend, path, manifest, parts, need_parts=need_parts)
+
+
+def check_unlocked(
+    backend: Backend,
+    path: str,
+    manifest: Manifest,
+    parts: PartDirectories = None,
+    *,
+    need_parts: bool = True,
+) -> Manifest:
+    """Check the files of a checkpoint that the caller has not locked, as `check_files` does.
+
+    Returns its manifest, which is another one if training has taken the checkpoint's state since
+    `manifest` was read.
+    """
+    try:
+        check_files(backend, path, manifest, parts, need_parts=need_parts)
+    except CheckpointError as error:
+        try:
+            found = decode_manifest(backend, path)
+        except CheckpointError:
+            raise error from None
+        if found.has_state or not manifest.has_state:
+            raise
+        check_files(backend, path, found, parts, need_parts=need_parts)
+        return found
     return manifest
 
 

@@ -46,14 +46,20 @@ class Usage:
     num_checkpoints: int
     """Number of usable checkpoints."""
 
+    num_parameters_only: int
+    """Number of them that have parameters only."""
+
     num_pinned: int
-    """Number of them that are pinned."""
+    """Number of the others that are pinned."""
 
     num_free: int
     """Number of free slots in the first directory. A step may be writing one of them."""
 
     slot_bytes: int
     """Bytes of the largest checkpoint on all drives; without one, of the largest free slot."""
+
+    parameters_only_bytes: int
+    """Bytes of the checkpoints that have parameters only."""
 
     directories: dict[str, int]
     """Bytes in each directory of the store that is seen here."""
@@ -79,7 +85,7 @@ class Usage:
         For a while it may be one slot more: if a reader or an upload holds a checkpoint that is no
         longer kept.
         """
-        constant = self.kinds["other"] + self.kinds["not_usable"]
+        constant = self.kinds["other"] + self.kinds["not_usable"] + self.parameters_only_bytes
         return max(self.num_slots(keep) * self.slot_bytes + constant, self.total_bytes)
 
 
@@ -134,9 +140,11 @@ def usage_of(
         path=directory,
         kinds=dict(kinds),
         num_checkpoints=len(usable),
-        num_pinned=sum(bool(info.pins) for info in usable),
+        num_parameters_only=sum(info.parameters_only for info in usable),
+        num_pinned=sum(bool(info.pins) and not info.parameters_only for info in usable),
         num_free=sum(map(is_slot_name, free.get(directory, ()))),
         slot_bytes=max((info.bytes for info in usable), default=slot_bytes),
+        parameters_only_bytes=sum(info.bytes for info in usable if info.parameters_only),
         directories=directories,
         free_bytes=free_bytes,
     )

@@ -140,6 +140,8 @@ def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
         table.add_row(key, cell(description[key]))
     if description["update_code"]:
         table.add_row("updated by", cell(description["update_code"]))
+    if description["parameters_only"]:
+        table.add_row("state", "parameters only: restore() does not continue from it")
     for index, part in enumerate(description["parts"], 1):
         table.add_row(f"on drive {index}", cell(part))
     for one in description["owners"]:
@@ -181,11 +183,13 @@ def _show_list(store: str, seen: Overview, *, wide: bool) -> None:
         typer.echo(f"{store}: no checkpoints{where if seen.is_further else ''}")
         return
     _show_table(found, wide=wide)
-    if any(info.valid for info in found):
+    if any(info.valid and not info.parameters_only for info in found):
         typer.echo(
             "complete: every file is there; its content is not read "
             f"(offload verify {one_line(store)})"
         )
+    if any(info.parameters_only for info in found):
+        typer.echo("parameters only: can be opened and exported; training cannot go on from it")
     not_seen: dict[str, list[str]] = {}
     for path in dict.fromkeys(path for info in found for path in info.not_seen):
         not_seen.setdefault(os.path.dirname(path), []).append(path)
@@ -260,4 +264,5 @@ def _first_cells(info: CheckpointInfo) -> list[Text]:
     name = cell(os.path.basename(info.path))
     if not info.valid:
         return [name, cell("-"), cell("-"), Text("not usable", style="red")]
-    return [name, moment(info.created), cell(size(info.bytes)), Text("complete", style="green")]
+    what = Text("parameters only") if info.parameters_only else Text("complete", style="green")
+    return [name, moment(info.created), cell(size(info.bytes)), what]

@@ -67,6 +67,13 @@ def _lines(directory: str, status: Status, now: float) -> Iterator[str]:
     yield from _head("phase_seconds_total", "counter", "Seconds by phase; see Stats.")
     for key, phase in _PHASES.items():
         yield _sample("phase_seconds_total", {**labels, "phase": phase}, totals.get(key, 0.0))
+    for key in status.drives[0].totals if status.drives else ():
+        if key in _COUNTERS:
+            name = f"drive_{_COUNTERS[key][0]}"
+            yield from _head(name, "counter", f"{_COUNTERS[key][1][:-1]}, of each drive.")
+            for drive in status.drives:
+                of_drive = {**labels, "drive": drive.directory}
+                yield _sample(name, of_drive, drive.totals.get(key, 0.0))
     for key, (name, text) in _GAUGES.items():
         yield from one(name, "gauge", text, totals.get(key, 0.0))
     name = "drive_bytes_per_second"

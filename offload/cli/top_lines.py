@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.units import duration, many, rate, size
 
 if TYPE_CHECKING:
-    from offload.record.status import SealedCheckpoint, Status
+    from offload.record.status import Drive, SealedCheckpoint, Status
 
 STALE_S = 10.0
 """Age in seconds from which on a status says that the process does not run."""
@@ -61,7 +61,7 @@ def rows(directory: str, status: Status, now: float) -> Iterator[Row]:
     yield Row("run", directory)
     yield _state(status, now)
     yield from _steps(status)
-    yield Row("drives", _drives(status))
+    yield from _drives(status)
     yield Row("written", _written(status))
     yield from _checkpoints(status)
     if status.tier:
@@ -125,17 +125,32 @@ def _steps(status: Status) -> Iterator[Row]:
             yield Row("", f"{label:<19}{duration(part_s / steps):>10}{share:>9}")
 
 
-def _drives(status: Status) -> str:
-    """Return the rates of reading and writing beside those that the drives have shown."""
-    recent, totals, texts = status.recent, status.totals, []
-    for verb, name in (("reads", "read"), ("writes", "write")):
-        nbytes = recent.get("bytes_read" if name == "read" else "bytes_written", 0.0)
-        seconds = recent.get(f"{name}_s", 0.0)
-        text = f"{verb} {rate(nbytes / seconds) if seconds > 0 else '0 B/s'}"
-        measured = totals.get(f"drive_{name}_gbps", 0.0)
-        texts.append(text + (f" of {rate(measured * 1e9)}" if measured > 0 else ""))
-    both = totals.get("drive_mixed_gbps", 0.0)
-    return ", ".join(texts) + (f"; both at once {rate(both * 1e9)}" if both > 0 else "")
+def _drives(status: Status) -> Iterator[Row]:
+    """Yield the rates of reading and writing beside those that the drives have shown."""
+    reads, writes = _rates(status)
+    both = status.totals.get("drive_mixed_gbps", 0.0)
+    more = f"; both at once {rate(both * 1e9)}" if both > 0 else ""
+    yield Row("drives", f"reads {_of(*reads, rate)}, writes {_of(*writes, rate)}{more}")
+    for drive in status.drives:
+        reads, writes = _rates(drive)
+        text = f"reads {_of(*reads, _gbps)}, writes {_of(*writes, _gbps)} GB/s"
+        yield Row("", f"{text}  {drive.directory}")
+
+
+def _rates(of: Status | Drive) -> Iterator[tuple[float, float]]:
+    """Yield the recent and the measured rate of reads, then of writes; 0 if not known."""
+    for name, nbytes in (("read", "bytes_read"), ("write", "bytes_written")):
+        seconds = of.recent.get(f"{name}_s", 0.0)
+        recent = of.recent.get(nbytes, 0.0) / seconds if seconds > 0 else 0.0
+        yield recent, of.totals.get(f"drive_{name}_gbps", 0.0) * 1e9
+
+
+def _of(recent: float, measured: float, show: Callable[[float], str]) -> str:
+    return show(recent) + (f" of {show(measured)}" if measured > 0 else "")
+
+
+def _gbps(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g}"
 
 
 def _written(status: Status) -> str:

@@ -44,7 +44,8 @@ def du(
     from offload.checkpoint.usage import usage_of
 
     usage = usage_of(store, parts=part or None)
-    keep = max(_DEFAULT_KEEP, usage.num_checkpoints - usage.num_pinned) if keep is None else keep
+    whole = usage.num_checkpoints - usage.num_parameters_only
+    keep = max(_DEFAULT_KEEP, whole - usage.num_pinned) if keep is None else keep
     if as_json:
         print_json(
             {
@@ -66,9 +67,10 @@ def _show(usage: Usage, keep: int) -> None:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
     table.add_column(overflow="fold")
+    whole = usage.num_checkpoints - usage.num_parameters_only
     pinned = f", {usage.num_pinned} of them pinned" if usage.num_pinned else ""
     remarks = {
-        "state": f"in {many(usage.num_checkpoints, 'checkpoint')}{pinned}",
+        "state": f"in {many(whole, 'checkpoint')}{pinned}",
         "free_slots": f"{many(usage.num_free, 'slot')}, which steps write again",
         "not_usable": f"offload ls {usage.path} says why",
     }

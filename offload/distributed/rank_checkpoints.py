@@ -62,11 +62,11 @@ class RankCheckpoints:
 
     @property
     def newest(self) -> StoredCheckpoint | None:
-        """Usable checkpoint of the highest generation; superseded ones do not count."""
+        """Usable checkpoint with state of the highest generation; superseded ones do not count."""
         if self._opened.store is not None:
             return self._opened.store.newest
         with self._lock:
-            current = [c for c in self._own if not c.superseded]
+            current = [c for c in self._own if not c.superseded and c.manifest.has_state]
         return max(current, key=lambda c: c.manifest.generation, default=None)
 
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:

@@ -18,7 +18,7 @@ import torch
 from offload.errors import MismatchError
 from offload.exchange.carried_reference import uncarried
 from offload.format._manifest_fields import NUMPY_DTYPES, without_numpy
-from offload.store.opening import StoredCheckpoint
+from offload.store.opening import StoredCheckpoint, require_state
 from offload.store.state_store import StateStore
 
 REFERENCE_FORMAT = "offload-reference-2"
@@ -169,6 +169,7 @@ def find_sealed(store: StateStore, wanted: Position, present: Position) -> Store
             "withdrawn, or sealing it failed: call restore() to continue from the newest "
             "checkpoint"
         )
+    require_state(checkpoint)
     return checkpoint
 
 

@@ -24,7 +24,7 @@ from offload.journal import log_event
 from offload.model.loading import must_give_back
 from offload.model.parameters import Trainable
 from offload.model.stored import Stored
-from offload.store.opening import StoredCheckpoint
+from offload.store.opening import StoredCheckpoint, require_state
 from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSource, StateStore, try_to_quarantine
 from offload.stream.passes import check_state
@@ -285,6 +285,9 @@ def _choose(
     """Return the checkpoint to restore; None if there is none and none was asked for."""
     newest = store.newest
     found = newest if which is None else store.find(which)
+    usable = [c for c in store.checkpoints if not c.superseded]
+    for one in [found] if found is not None else usable[-1:]:  # without newest, none has state
+        require_state(one)
     if found is None and store.refused:
         listed = "; ".join(grouped(store.refused))
         raise CheckpointError(

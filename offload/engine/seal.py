@@ -146,6 +146,7 @@ class Seal(SealInFlight):
             )
             if failure is not error:
                 failure.__cause__ = error
+            self._meter.note_failed_seal(self.handle.step, failure)
             model.forget()
             self._flush.abandon()
             self._store.sealing.abandon(error)

@@ -164,19 +164,51 @@ class Stats:
         """
         return self.bytes_written / self.drive_bytes if self.drive_bytes else 0.0
 
-    def scalars(self, prefix: str = "offload/") -> dict[str, float]:
-        """Return all statistics as a flat dict of finite floats, which loggers of metrics take.
+    def scalars(
+        self,
+        prefix: str = "offload/",
+        *,
+        since: Stats | None = None,
+        all: bool = False,  # noqa: A002
+    ) -> dict[str, float]:
+        """Return the numbers worth a plot as a flat dict of finite floats, for loggers of metrics.
 
-        The dict has one entry for each field that is a number, and for each rate above. Nearly all
-        values are totals since construction, so the difference of two calls covers the time between
-        them.
+        - ``step_seconds``: seconds that one optimizer step holds up training.
+        - ``read_gb_per_s``, ``write_gb_per_s``: gigabytes (1e9 bytes) per second of reading and of
+          writing.
+        - ``io_wait_fraction``: part of the update's time in which it waits for drives.
+        - ``bytes_written``: bytes written to storage since construction.
+
+        The first four are left out if there was nothing to measure.
 
         Args:
             prefix: Beginning of every name. Loggers group names by the text before a slash.
+            since: Earlier statistics of the same optimizer: the first four are about the time since
+                then. None for the time since construction.
+            all: Whether to add every other number: each field and each property of this class.
+                Nearly all of them are totals since construction.
         """
-        names = [field.name for field in fields(self) if field.name not in ("update_code", "tier")]
-        names += ["read_gbps", "write_gbps", "drive_writes"]
-        return {prefix + name: float(getattr(self, name)) for name in names}
+
+        def grown(*names: str) -> float:
+            """Return by how much a sum of totals has grown."""
+            now = sum(getattr(self, name) for name in names)
+            return float(now - sum(getattr(since, name) for name in names) if since else now)
+
+        waited_s = grown("wait_read_s", "wait_write_s", "wait_seal_s")
+        few = {
+            "step_seconds": _ratio(grown("step_s", "wait_update_s"), grown("steps")),
+            "read_gb_per_s": _ratio(grown("bytes_read") / 1e9, grown("read_s")) or None,
+            "write_gb_per_s": _ratio(grown("bytes_written") / 1e9, grown("write_s")) or None,
+            "io_wait_fraction": _ratio(waited_s, grown("step_s", "beside_s")),
+            "bytes_written": float(self.bytes_written),
+        }
+        found = {prefix + name: value for name, value in few.items() if value is not None}
+        if all:
+            names = [field.name for field in fields(self)]
+            names += ["read_gbps", "write_gbps", "drive_writes"]
+            words = ("update_code", "tier")
+            found |= {prefix + n: float(getattr(self, n)) for n in names if n not in words}
+        return found
 
     def summary(self) -> str:
         """Say in a few lines, for people, how the time of the steps was spent."""
@@ -251,6 +283,11 @@ class Stats:
 
     def _steps_taken(self) -> str:
         return f"{many(self.steps, 'step')} of {count(self.num_parameters)} parameters"
+
+
+def _ratio(amount: float, of: float) -> float | None:
+    """Return the quotient; None if there is nothing to divide by."""
+    return amount / of if of > 0 else None
 
 
 _MIN_SHOWN_WRITES = 1e-4

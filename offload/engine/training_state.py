@@ -288,6 +288,7 @@ class TrainingState:
             f"checkpoints are untouched: rank {self.ranks.rank}: {reason_of(error)}"
         )
         failure.__cause__ = error
+        self.meter.note_failed_seal(self.num_steps, failure)
         self.slots.sealed_now()
         self.seal = FailedSeal(slot, self.num_steps, tell, failure)
         self.seal.start()

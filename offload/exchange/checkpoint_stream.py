@@ -85,6 +85,8 @@ class CheckpointStream:
     def exported_arrays(self, index: int) -> tuple[str, ...]:
         """Return the names of the FP32 arrays in a parameter's `blocks`: the master, then state."""
         spec = self.layout.parameters[index]
+        if not self.manifest.has_state:
+            return ()
         names: tuple[str, ...] = (MASTER,) if has_master(spec) else ()
         if self.stored_scalars[index] is not None:
             names += kept_arrays(spec, self.layout)

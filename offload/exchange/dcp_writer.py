@@ -53,13 +53,14 @@ def write_dcp(
     }
     value: dict[str, Any] = {
         "model": {**model, **{a: model[t.name] for t in layout.model for a in t.aliases}},
-        "optim": state_dict(
+        "step": stream.manifest.step,
+    }
+    if stream.manifest.has_state:
+        value["optim"] = state_dict(
             stream,
             lambda i, name: stand_in(_Source(i, name, specs[i].shape, torch.float32)),
             by_name=True,
-        ),
-        "step": stream.manifest.step,
-    }
+        )
     masters = {
         spec.name: stand_in(_Source(i, MASTER, spec.shape, torch.float32))
         for i, spec in enumerate(specs)

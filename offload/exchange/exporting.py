@@ -75,7 +75,9 @@ def export_checkpoint(
 
     The export takes the memory of three chunks of state and a constant, whatever the size of the
     state. All data is compared with its digests. If several ranks made the checkpoint, the files
-    are those of one process that had trained the same; ``dcp`` reads the state twice then.
+    are those of one process that had trained the same; ``dcp`` reads the state twice then. Of a
+    checkpoint with parameters only, no format has masters, and ``pt``, ``hf`` and ``dcp`` have no
+    optimizer.
 
     Args:
         checkpoint: The checkpoint. It is kept from being recycled during the export.
@@ -156,9 +158,11 @@ def _export_pt(backend: Backend, stream: CheckpointStream, path: str) -> None:
     model = {t.name: Placeholder(t.shape, DTYPES[t.dtype]) for t in stream.layout.model}
     aliases = {alias: model[t.name] for t in stream.layout.model for alias in t.aliases}
     placeholders: dict[_Key, Placeholder] = {}
-    optimizer = _state_dict(stream, _placeholder_maker(stream, placeholders), by_name=False)
-    optimizer[MASTERS] = _masters(stream, placeholders)
-    value = {"model": {**model, **aliases}, "optimizer": optimizer, "step": stream.manifest.step}
+    value: dict[str, Any] = {"model": {**model, **aliases}}
+    if stream.manifest.has_state:
+        optimizer = _state_dict(stream, _placeholder_maker(stream, placeholders), by_name=False)
+        value["optimizer"] = {**optimizer, MASTERS: _masters(stream, placeholders)}
+    value["step"] = stream.manifest.step
     file, offsets = write_structure(backend, path, value)
     with _synced([file]):
         _write_model(stream, {name: (file, offsets[tensor]) for name, tensor in model.items()})
@@ -166,11 +170,15 @@ def _export_pt(backend: Backend, stream: CheckpointStream, path: str) -> None:
 
 
 def _export_hf(backend: Backend, stream: CheckpointStream, path: str) -> None:
-    placeholders: dict[_Key, Placeholder] = {}
-    optimizer = _state_dict(stream, _placeholder_maker(stream, placeholders), by_name=False)
-    file, offsets = write_structure(backend, f"{path}/{OPTIMIZER_PT}", optimizer)
-    places = {key: (file, offsets[tensor]) for key, tensor in placeholders.items()}
-    with _synced([file]), _array_files(backend, stream, path, [MASTER]) as masters:
+    files: list[File] = []
+    places: dict[_Key, tuple[File, int]] = {}
+    if stream.manifest.has_state:
+        placeholders: dict[_Key, Placeholder] = {}
+        optimizer = _state_dict(stream, _placeholder_maker(stream, placeholders), by_name=False)
+        file, offsets = write_structure(backend, f"{path}/{OPTIMIZER_PT}", optimizer)
+        files.append(file)
+        places = {key: (file, offsets[tensor]) for key, tensor in placeholders.items()}
+    with _synced(files), _array_files(backend, stream, path, [MASTER]) as masters:
         names = peft_names((tensor.name, tensor.aliases) for tensor in stream.layout.model)
         if names is None:
             _copy_model(backend, stream, f"{path}/{MODEL_NAME}")
@@ -366,6 +374,8 @@ def _write_model(stream: CheckpointStream, places: Mapping[str, tuple[File, int]
 
 
 def _write_state(stream: CheckpointStream, places: Mapping[_Key, tuple[File, int]]) -> None:
+    if not stream.manifest.has_state:
+        return
     for index, start, values in stream.blocks():
         for name, block in values.items():
             if (index, name) in places:

@@ -113,15 +113,26 @@ def _decode_layout(
         if stored.get(p.name) != (p.dtype, p.shape if p.cut is None else p.cut.shape):
             raise ValueError(f"parameter {short(p.name)} differs from the model's tensor")
     _require_apart(parameters)
-    if len(layout.array_names) > _MAX_ARRAYS:
-        raise ValueError(f"{len(layout.array_names)} state arrays, at most {_MAX_ARRAYS} are read")
-    for name in layout.array_names:
-        if not is_array_name(name):  # the name is also a file's
-            raise ValueError(f"{short(name)} is not the name of a state array")
+    _require_array_names(layout.array_names)
     arrays = [[name, f.dtype, f.block] for name, f in layout.formats.items()]
     if arrays != body["arrays"]:
         raise ValueError(f"arrays are {short(body['arrays'])}, parameters have {arrays}")
     return layout
+
+
+def _require_array_names(names: tuple[str, ...]) -> None:
+    if len(names) > _MAX_ARRAYS:
+        raise ValueError(f"{len(names)} state arrays, at most {_MAX_ARRAYS} are read")
+    for name in names:
+        if not is_array_name(name):  # the name is also a file's
+            raise ValueError(f"{short(name)} is not the name of a state array")
+
+
+def decode_dropped(value: object) -> tuple[str, ...]:
+    """Return the names of the state arrays that a checkpoint has given up."""
+    names = fields.names(value)
+    _require_array_names(names)
+    return names
 
 
 def _decode_parameter(value: object) -> ParameterSpec:

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gds import ALIGNMENT
 from offload.errors import ManifestError, OffloadError
 from offload.format import _manifest_fields as fields
 from offload.format import document
-from offload.format._layout_fields import Digests, Scalars, decode_state, encode_state
+from offload.format._layout_fields import (
+    Digests,
+    Scalars,
+    decode_dropped,
+    decode_state,
+    encode_state,
+)
 from offload.format._manifest_fields import decode_group as decode_group
 from offload.format._manifest_fields import encode_group as encode_group
 from offload.format.boxes import Box
@@ -114,6 +120,36 @@ class Manifest:
     update_code: str = ""
     """Code that updated the state last, for people; empty if it is not known."""
 
+    dropped_arrays: tuple[str, ...] = ()
+    """Names of the state arrays that the checkpoint was sealed with and has given up. If there are
+    any, it has parameters only: `layout` has no state array, and no parameter has scalar state."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the checkpoint has the optimizer's state, so that a run can go on from it."""
+        return not self.dropped_arrays
+
+    @property
+    def can_drop_state(self) -> bool:
+        """Whether there are state arrays to give up, which need not stay for the model."""
+        # If several ranks made the checkpoint, the tables of its owners have digests of the model.
+        return bool(self.layout.array_names) and not self.owners
+
+    def without_state(self) -> Manifest:
+        """Return the manifest of the same checkpoint without its state, for `can_drop_state`.
+
+        Digests of the model and the train state stay valid, because step and generation stay.
+        """
+        bare = tuple(replace(spec, arrays=()) for spec in self.layout.parameters)
+        return replace(
+            self,
+            layout=replace(self.layout, parameters=bare, shares=(1,)),
+            scalars=(None,) * len(bare),
+            digests={},
+            parts=(),
+            dropped_arrays=self.layout.array_names,
+        )
+
     @property
     def digest(self) -> str:
         """Digest of all fields. Two manifests with the same digest have the same content."""
@@ -179,6 +215,8 @@ class Manifest:
             body["metrics"] = dict(self.metrics)
         if self.update_code:
             body["update_code"] = self.update_code
+        if self.dropped_arrays:
+            body["dropped_arrays"] = list(self.dropped_arrays)
         return body
 
 
@@ -293,6 +331,9 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
     ]
     if [part.digest for part in parts] != expected:
         raise ValueError("the parts on other drives are not those of its digests")
+    dropped = decode_dropped(body.get("dropped_arrays", []))
+    if dropped and (owners or layout.array_names or any(s is not None for s in scalars)):
+        raise ValueError(f"it has given up {short(dropped)}, and has state or owners")
     order = body.get("order")
     if order is not None:
         order = fields.each(fields.shape, order)
@@ -318,6 +359,7 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
         metrics=check_metrics(body.get("metrics", {})),
         order=order,
         update_code=fields.label(body.get("update_code", "")),
+        dropped_arrays=dropped,
     )
 
 

@@ -226,7 +226,7 @@ class Folders:
             """Write it, from the newest checkpoint that has it."""
             pattern = re.compile(re.escape(name) if name else r"[^/]+")
             parts = optimizer.directories[1:]
-            found = optimizer.checkpoints()[::-1]
+            found = [c for c in optimizer.checkpoints()[::-1] if not c.parameters_only]
             folder, why = write_newest(self._library, parent, found, parts, pattern)
             if why and folder is None:
                 _log.warning("%s", why)

@@ -74,7 +74,8 @@ def latest_checkpoint(
         infos = list_checkpoints(store)
     except (CheckpointError, FileNotFoundError):
         infos = []
-    sealed = {info.generation: info.path for info in infos if info.valid}
+    resumable = [info for info in infos if info.valid and not info.parameters_only]
+    sealed = {info.generation: info.path for info in resumable}
     lost = ""
     newest = None
     for number in numbers:
@@ -114,8 +115,7 @@ def latest_checkpoint(
                 "directory, pass that one before this training removes or replaces the folder"
             )
     if newest is None:
-        usable = [info for info in reversed(infos) if info.valid]
-        newest, why = write_newest("transformers", output_dir, usable, parts, _NAME)
+        newest, why = write_newest("transformers", output_dir, resumable[::-1], parts, _NAME)
         lost = lost or why
     if lost:
         warnings.warn(lost, RuntimeWarning, stacklevel=2)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from offload import (
     OffloadedOptimizer,
     OffloadError,
     Position,
+    Stats,
     reference_of,
 )
 from offload.integrations.first_rank import decide, require_ranks
@@ -68,13 +69,22 @@ class OffloadCallback(pl.Callback):
             store has checkpoints of newer files, or checkpoints that the user has made. These are
             withdrawn then, and newer ``.ckpt`` files cannot be resumed from any more.
         log_stats: Whether the Trainer's loggers get ``stats().scalars()``, every
-            ``log_every_n_steps``.
+            ``log_every_n_steps``; ``"all"`` for all numbers of `Stats`.
+
+    Raises:
+        ValueError: `log_stats` is something else.
     """
 
-    def __init__(self, *, discard_newer: bool = False, log_stats: bool = True) -> None:
+    def __init__(
+        self, *, discard_newer: bool = False, log_stats: bool | Literal["all"] = True
+    ) -> None:
+        if log_stats not in (True, False, "all"):
+            raise ValueError(f'log_stats must be True, False or "all", got {log_stats!r}')
         self._discard_newer = discard_newer
         self._log_stats = log_stats
         self._logged_step = 0
+        self._logged: dict[int, Stats] = {}
+        """Statistics of each optimizer at the last log."""
         self._is_late = False
         """Whether the strategy loads files after `on_fit_start`."""
         self._references: Sequence[Any] = ()
@@ -97,6 +107,7 @@ class OffloadCallback(pl.Callback):
         if trainer.world_size > 1:
             require_ranks_of(trainer)
         self._references, self._random = (), None
+        self._logged = {}
         if any(
             kind.__name__ == "AsyncCheckpointIO"
             for kind in type(trainer.strategy.checkpoint_io).__mro__
@@ -205,7 +216,9 @@ class OffloadCallback(pl.Callback):
         scalars: dict[str, float] = {}
         for index, optimizer in optimizers:
             prefix = "offload/" if len(optimizers) == 1 else f"offload{index}/"
-            scalars |= optimizer.stats().scalars(prefix)
+            stats, before = optimizer.stats(), self._logged.get(index)
+            scalars |= stats.scalars(prefix, since=before, all=self._log_stats == "all")
+            self._logged[index] = stats
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=step)
 

@@ -72,39 +72,21 @@ class TrainingLog:
         return {name: getattr(stats, name) + earlier.get(name, 0) for name in TOTALS}
 
     def main_numbers(self, stats: Stats) -> dict[str, float]:
-        """Return the five numbers that tell how fast storage is and what it costs.
+        """Return the few of `Stats.scalars`, about the time since the last call.
 
-        - ``offload/step_seconds``: seconds that one optimizer step holds up training.
-        - ``offload/read_gb_per_s``, ``offload/write_gb_per_s``: gigabytes (1e9 bytes) per second
-          of reading and of writing.
-        - ``offload/io_wait_fraction``: part of the update's time in which it waits for drives.
-        - ``offload/bytes_written``: bytes written since the training began, in all processes.
-
-        The first four are about the time since the last call. They are left out if there was
-        nothing to measure in that time.
+        Bytes written are those of all processes since the training began.
         """
         before, self._logged = self._logged, stats
-        passed = {name: getattr(stats, name) - getattr(before, name) for name in TOTALS}
-        waited = passed["wait_read_s"] + passed["wait_write_s"] + passed["wait_seal_s"]
-        numbers = {
-            "step_seconds": _ratio(passed["step_s"] + passed["wait_update_s"], passed["steps"]),
-            "read_gb_per_s": _ratio(passed["bytes_read"] / 1e9, passed["read_s"]) or None,
-            "write_gb_per_s": _ratio(passed["bytes_written"] / 1e9, passed["write_s"]) or None,
-            "io_wait_fraction": _ratio(waited, passed["step_s"] + passed["beside_s"]),
-            "bytes_written": self.totals(stats)["bytes_written"],
-        }
-        return {PREFIX + name: float(n) for name, n in numbers.items() if n is not None}
+        written = {f"{PREFIX}bytes_written": float(self.totals(stats)["bytes_written"])}
+        return stats.scalars(PREFIX, since=before) | written
 
     def all_numbers(self, stats: Stats) -> dict[str, float]:
-        """Return `main_numbers`, and every value of `Stats.scalars` that is not zero.
+        """Return `main_numbers`, and every other value of `Stats.scalars` that is not zero.
 
         Zeros belong to features that are not in use, or to events that have not happened yet.
         """
         totals: dict[str, Any] = self.totals(stats)
-        every = replace(stats, **totals).scalars(PREFIX)
-        return {**{n: v for n, v in every.items() if v}, **self.main_numbers(stats)}
-
-
-def _ratio(amount: float, of: float) -> float | None:
-    """Return the quotient; None if there is nothing to divide by."""
-    return amount / of if of > 0 else None
+        whole = replace(stats, **totals)
+        few, every = whole.scalars(PREFIX), whole.scalars(PREFIX, all=True)
+        others = {name: value for name, value in every.items() if value and name not in few}
+        return others | self.main_numbers(stats)

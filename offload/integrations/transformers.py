@@ -73,8 +73,8 @@ class OffloadCallback(TrainerCallback):
         discard_newer: Whether resuming from an older folder may withdraw checkpoints that newer
             folders refer to. Without it, such a resume is refused. Checkpoints of folders that were
             never finished, or have been removed, are withdrawn in any case.
-        log_stats: True for five numbers in the log, ``"all"`` for every value of `Stats` that is
-            not zero besides, False for none. See `TrainingLog.main_numbers`.
+        log_stats: True for the five numbers of `Stats.scalars` in the log, ``"all"`` for every
+            other value of `Stats` that is not zero besides, False for none.
         close: Whether to close the optimizer at the end of training. An error that ends the
             training leaves it open.
 

@@ -102,7 +102,7 @@ class CheckpointingOptimizer(StoreOwner):
         verify: bool | None = None,
         reencode: bool | None = None,
     ) -> Checkpoint | None:
-        """Continue from a checkpoint of this store, by default the newest usable one.
+        """Continue from a checkpoint of this store, by default the newest usable one with state.
 
         This reads only the parameters and buffers, into the live tensors, and compares them with
         their digests. The optimizer state is read and compared in the first step, or in this call
@@ -148,9 +148,9 @@ class CheckpointingOptimizer(StoreOwner):
             no checkpoint, nor its tier; training then starts from the beginning.
 
         Raises:
-            MismatchError: Model or optimizer differ from those of the checkpoint, or there are
-                newer checkpoints, or 8-bit state would have to be encoded anew. Nothing has been
-                changed.
+            MismatchError: Model or optimizer differ from those of the checkpoint, or it has
+                parameters only (`ParametersOnly`), or there are newer checkpoints, or 8-bit state
+                would have to be encoded anew. Nothing has been changed.
             PinError: A newer checkpoint is pinned. Nothing has been changed.
             StoreFullError: Another number of ranks made the checkpoint, and there is no room for
                 the state as it is divided now. Nothing has been changed.
@@ -240,10 +240,11 @@ class CheckpointingOptimizer(StoreOwner):
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return the usable checkpoints of the store, as this process knows them, oldest first.
 
-        `restore` can continue from each of them. The list leaves out checkpoints that are known to
-        be damaged, that have been withdrawn, or that ``fresh=True`` has given up, and a checkpoint
-        that is still being sealed (`synchronize` waits for it). Each call reads the pins from the
-        drive; a pin that cannot be read is left out. No state is read.
+        `restore` can continue from each of them that does not have parameters only. The list leaves
+        out checkpoints that are known to be damaged, that have been withdrawn, or that
+        ``fresh=True`` has given up, and a checkpoint that is still being sealed (`synchronize`
+        waits for it). Each call reads the pins from the drive; a pin that cannot be read is left
+        out. No state is read.
 
         Returns:
             The same values as `offload.list_checkpoints` returns for these checkpoints.

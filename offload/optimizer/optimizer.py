@@ -36,7 +36,7 @@ from offload.optimizer.store_owner import close_left_open, close_quietly
 from offload.options import Options
 from offload.overlap import require_possible, strategy_for
 from offload.placement.choose import device_of
-from offload.retention.policy import Retention, as_retention
+from offload.retention.policy import Retention, as_retention, keeps_parameters_only
 from offload.store.shared import Serving
 from offload.stream.drives import Directory, as_directories
 from offload.stream.memory import require_host_memory
@@ -134,6 +134,12 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             raise TypeError(
                 f"options must be an offload.Options, got {type(options).__name__}: leave it out "
                 "for the defaults, or write options=offload.Options(...)"
+            )
+        if keeps_parameters_only(retention) and (several or options.tier is not None):
+            raise ValueError(
+                "keep=ParametersOnly(...) does not work with "
+                f"{'several ranks' if several else 'a tier'} yet: keep whole checkpoints, for "
+                "example with EverySteps(1000)"
             )
         close_left_open()
         if options.overlap is not None:

@@ -14,6 +14,7 @@ from offload.record.recorder import Look, Recorder
 from offload.store.shared import Serving
 from offload.tiers.background import BackgroundUploads
 from offload.tiers.rank_uploads import FollowingUploads
+from offload.tiers.upload_thread import TierStats
 
 Uploads = BackgroundUploads | FollowingUploads | None
 
@@ -39,12 +40,14 @@ def start_recorder(
 
 def _look_at(engine: Engine, uploads: Uploads) -> Look:
     stats = engine.stats()
+    tier = None if uploads is None else uploads.stats()
     return Look(
         step=engine.num_steps,
         totals=_totals(stats),
+        drives=engine.state.drives.totals_of_each(),
         update_code=stats.update_code,
-        tier={} if uploads is None else _tier(uploads),
-        warnings=[*_warnings(engine)],
+        tier={} if tier is None else _tier(tier),
+        warnings=[*_warnings(engine, tier)],
     )
 
 
@@ -54,9 +57,8 @@ def _totals(stats: Stats) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
-def _tier(uploads: BackgroundUploads | FollowingUploads) -> dict[str, Any]:
+def _tier(stats: TierStats) -> dict[str, Any]:
     """Return what a status says of the uploads: their totals, and the last event."""
-    stats = uploads.stats()
     body: dict[str, Any] = {
         "url": stats.url,
         "bytes_sent": stats.bytes_sent,
@@ -73,12 +75,19 @@ def _tier(uploads: BackgroundUploads | FollowingUploads) -> dict[str, Any]:
 
 
 _MOST_WARNINGS = 5
+_ENDS = ("complete", "parameters", "failed")
+"""Outcomes of an upload that say whether the tier can be reached."""
 
 
-def _warnings(engine: Engine) -> Iterator[str]:
+def _warnings(engine: Engine, tier: TierStats | None) -> Iterator[str]:
     """Yield what somebody who watches the run should know."""
     if broken := engine.state.lifecycle.why_broken():
         yield f"no step is possible: {broken}"
+    if failed := engine.state.meter.failed_seal:
+        yield failed
+    ended = [event for event in tier.events if event.outcome in _ENDS] if tier else []
+    if tier and ended and ended[-1].outcome == "failed":
+        yield f"the upload of step {ended[-1].step} failed: {tier.failure}"
     if engine.store.poisoned:
         yield "a rename or sync has failed: no checkpoint is recycled any more"
     for path, reason in engine.store.refused[:_MOST_WARNINGS]:

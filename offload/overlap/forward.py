@@ -286,6 +286,7 @@ class BesideForward(StepStrategy):
                 f"earlier checkpoints are untouched: {reason_of(error)}"
             )
             reason.__cause__ = error
+            self._state.meter.note_failed_seal(captured.handle.step, reason)
             captured.handle.fail(reason)
             if failure is None and self._state.seal is None:  # else `collect_seal` raises it
                 self._late_error = self._late_error or reason

@@ -23,7 +23,7 @@ from gds.waiting import start
 from offload.errors import reason_of
 from offload.journal import log_event
 from offload.record.history import add_lines
-from offload.record.status import SealedCheckpoint, Status, write_status
+from offload.record.status import Drive, SealedCheckpoint, Status, write_status
 
 STATUS_S: Final = 1.0
 """Seconds between two replacements of the status."""
@@ -73,6 +73,9 @@ class Look:
     totals: Mapping[str, float]
     """All numbers of `Stats` by name, and `Stats.drive_writes`."""
 
+    drives: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Some of these numbers for each of several drives, by its directory."""
+
     update_code: str = ""
     tier: Mapping[str, Any] = field(default_factory=dict)
     warnings: Sequence[str] = ()
@@ -95,6 +98,9 @@ class _Restored:
 
 
 _Event = SealedCheckpoint | _Restored
+
+_Totals = dict[str, dict[str, float]]
+"""Totals that only grow: of each of several drives by its directory, and of everything by ""."""
 
 
 class Recorder:
@@ -120,7 +126,7 @@ class Recorder:
         self._messages: queue.SimpleQueue[_Called | _Event | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._has_warned = False
-        self._samples: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_MOST_SAMPLES)
+        self._samples: deque[tuple[float, _Totals]] = deque(maxlen=_MOST_SAMPLES)
         self._checkpoints: deque[SealedCheckpoint] = deque(maxlen=_MOST_CHECKPOINTS)
         self._noted: tuple[float, Mapping[str, float]] | None = None
         """Time and totals at the last line about steps; None before the first line of any kind."""
@@ -286,14 +292,15 @@ class Recorder:
         samples = self._samples
         while len(samples) > 1 and (
             now - samples[1][0] >= _RECENT_S
-            and look.totals["steps"] - samples[1][1]["steps"] >= _RECENT_STEPS
+            and look.totals["steps"] - samples[1][1][""]["steps"] >= _RECENT_STEPS
         ):
             samples.popleft()
         if not samples:
-            age_s = time.time() - self._started
-            samples.append((now - age_s, dict.fromkeys(_GROWING, 0.0)))
+            samples.append((now - (time.time() - self._started), {}))
         then, before = samples[0]
-        samples.append((now, {name: look.totals[name] for name in _GROWING}))
+        every = {"": look.totals, **look.drives}
+        samples.append((now, {key: _growth({}, totals) for key, totals in every.items()}))
+        recent = {key: _growth(before.get(key, {}), totals) for key, totals in every.items()}
         return Status(
             at=time.time(),
             started=self._started,
@@ -304,7 +311,11 @@ class Recorder:
             step=look.step,
             totals=look.totals,
             recent_s=now - then,
-            recent=_growth(before, look.totals),
+            recent=recent[""],
+            drives=tuple(
+                Drive(directory=directory, totals=totals, recent=recent[directory])
+                for directory, totals in look.drives.items()
+            ),
             checkpoints=tuple(self._checkpoints),
             update_code=look.update_code,
             tier=look.tier,
@@ -322,8 +333,8 @@ class Recorder:
 
 
 def _growth(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """Return by how much totals have grown."""
-    return {name: now[name] - before[name] for name in _GROWING}
+    """Return by how much totals have grown; they begin at 0."""
+    return {name: now[name] - before.get(name, 0.0) for name in _GROWING if name in now}
 
 
 def _inode_of(directory: str) -> tuple[int, int] | None:

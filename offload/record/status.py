@@ -47,6 +47,18 @@ class SealedCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drive:
+    """What one of several drives has done, and can do."""
+
+    directory: str
+    totals: Mapping[str, float]
+    """Its bytes, seconds and measured rates, named as in `Stats`; rates only if known."""
+
+    recent: Mapping[str, float]
+    """By how much its bytes and seconds have grown, in the time that `Status.recent` covers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """What a run was doing at one moment."""
 
@@ -78,6 +90,9 @@ class Status:
     """By how much `totals` have grown in the last `recent_s` seconds: at least 10 seconds and two
     steps, if the process has run for so long, and at most some minutes."""
 
+    drives: tuple[Drive, ...]
+    """The drives, if there are several."""
+
     checkpoints: tuple[SealedCheckpoint, ...]
     """The newest checkpoints that this process has sealed, the newest last."""
 
@@ -97,13 +112,15 @@ def write_status(directory: str, status: Status) -> None:
         OSError: The file could not be written.
         ValueError: A number is not finite.
     """
-    body = {field.name: getattr(status, field.name) for field in fields(status)}
-    body["checkpoints"] = [
-        {field.name: getattr(one, field.name) for field in fields(one)}
-        for one in status.checkpoints
-    ]
+    body = _fields_of(status)
+    for name in ("drives", "checkpoints"):
+        body[name] = [_fields_of(one) for one in body[name]]
     text = json.dumps({"version": VERSION, **body}, allow_nan=False, separators=(",", ":"))
     replace(os.path.join(directory, STATUS_NAME), f"{text}\n".encode())
+
+
+def _fields_of(record: Status | Drive | SealedCheckpoint) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def read_status(directory: str) -> Status:
@@ -145,10 +162,21 @@ def _status(body: object) -> Status:
         totals=_numbers(body["totals"], "totals"),
         recent_s=_number(body["recent_s"], "recent_s"),
         recent=_numbers(body["recent"], "recent"),
+        drives=tuple(map(_drive, _list(body["drives"], "drives"))),
         checkpoints=tuple(map(_checkpoint, _list(body["checkpoints"], "checkpoints"))),
         update_code=_text(body["update_code"], "update_code"),
         tier=_tier(body["tier"]),
         warnings=tuple(_text(one, "warnings") for one in _list(body["warnings"], "warnings")),
+    )
+
+
+def _drive(body: object) -> Drive:
+    if not isinstance(body, dict):
+        raise ValueError("a drive is not an object")
+    return Drive(
+        directory=_text(body["directory"], "directory"),
+        totals=_numbers(body["totals"], "totals"),
+        recent=_numbers(body["recent"], "recent"),
     )
 
 

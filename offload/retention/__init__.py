@@ -9,6 +9,7 @@ from offload.retention.policy import (
     EverySeconds,
     EverySteps,
     LastK,
+    ParametersOnly,
     Retention,
     as_retention,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "EverySeconds",
     "EverySteps",
     "LastK",
+    "ParametersOnly",
     "Pin",
     "Retention",
     "as_retention",

@@ -45,6 +45,9 @@ class Record:
     pins: tuple[str, ...] = ()
     """Names of the checkpoint's pins."""
 
+    has_state: bool = True
+    """Whether the checkpoint has the optimizer's state, and not its parameters only."""
+
 
 class Retention(ABC):
     """A rule for the checkpoints to keep. ``a | b`` keeps what `a` keeps and what `b` keeps."""
@@ -184,6 +187,31 @@ class BestBy(Retention):
         return {generation for _, generation in ranked[: self.k]}
 
 
+@dataclass(frozen=True)
+class ParametersOnly(Retention):
+    """Keep only the parameters of the checkpoints that `rule` keeps and no other policy does.
+
+    Such a checkpoint gives its state files to later steps: with Adam, 2 bytes per 16-bit parameter
+    stay of 14. It can be opened, exported and loaded, and `restore` does not continue from it. It
+    is refused with several ranks, and with a tier.
+    """
+
+    rule: Retention
+
+    def __post_init__(self) -> None:
+        """Refuse a `rule` that is not a policy, or has this one in it, with a `TypeError`."""
+        rule: object = self.rule
+        if not isinstance(rule, Retention) or keeps_parameters_only(rule):
+            raise TypeError(
+                "ParametersOnly takes a policy that keeps whole checkpoints, such as "
+                f"EverySteps(1000), got {self.rule!r}"
+            )
+
+    def kept(self, records: Sequence[Record]) -> set[int]:
+        """Return what `rule` keeps."""
+        return self.rule.kept(records)
+
+
 class AnyOf(Retention):
     """Keep what any of several policies keeps. ``|`` makes this policy."""
 
@@ -226,17 +254,51 @@ def as_retention(keep: int | Retention) -> Retention:
     )
 
 
+def keeps_parameters_only(policy: Retention) -> bool:
+    """Return whether a policy keeps of some checkpoints only the parameters."""
+    return any(isinstance(part, ParametersOnly) for part in policy.parts)
+
+
+def metrics_of(policy: Retention) -> set[str]:
+    """Return the metrics that a policy ranks by."""
+    rules = (p.rule if isinstance(p, ParametersOnly) else p for p in policy.parts)
+    return {part.metric for rule in rules for part in rule.parts if isinstance(part, BestBy)}
+
+
 def kept_generations(policy: Retention, records: Iterable[Record]) -> set[int]:
-    """Return the generations that a store keeps: by its policy, by pins, and the newest.
+    """Return the generations that a store keeps, whole or their parameters only.
+
+    They are kept by its policy, by pins, and as the newest.
 
     Args:
         policy: Policy of the store.
         records: Records of the store's complete checkpoints, in any order.
     """
     ordered = sorted(records, key=lambda record: record.generation)
+    only = [part for part in policy.parts if isinstance(part, ParametersOnly)]
+    return whole_generations(policy, ordered).union(*(part.kept(ordered) for part in only))
+
+
+def whole_generations(policy: Retention, records: Iterable[Record]) -> set[int]:
+    """Return the generations that a store keeps with their state, if they have it.
+
+    The newest of those that have it is always among them. The arguments are those of
+    `kept_generations`.
+    """
+    ordered = sorted(records, key=lambda record: record.generation)
     pinned = {record.generation for record in ordered if record.pins}
-    newest = {record.generation for record in ordered[-1:]}
-    return policy.kept(ordered) | pinned | newest
+    newest = {record.generation for record in (_with_state(ordered) or ordered)[-1:]}
+    whole = [part for part in policy.parts if not isinstance(part, ParametersOnly)]
+    return (pinned | newest).union(*(_kept_by(part, ordered) for part in whole))
+
+
+def _kept_by(part: Retention, ordered: Sequence[Record]) -> set[int]:
+    # The newest checkpoints are there to go on from, so those without state do not count.
+    return part.kept(_with_state(ordered) if isinstance(part, LastK) else ordered)
+
+
+def _with_state(ordered: Sequence[Record]) -> list[Record]:
+    return [record for record in ordered if record.has_state]
 
 
 def num_wanted(policy: Retention, records: Collection[Record]) -> int:
@@ -255,7 +317,7 @@ def num_wanted(policy: Retention, records: Collection[Record]) -> int:
     limited = [part for part in policy.parts if part.most is not None]
     others = sum(part.most or 0 for part in limited if not isinstance(part, LastK))
     ordered = sorted(records, key=lambda record: record.generation)
-    within = LastK(newest).kept(ordered).union(*(part.kept(ordered) for part in limited))
+    within = _kept_by(LastK(newest), ordered).union(*(_kept_by(p, ordered) for p in limited))
     return newest + others + len(kept_generations(policy, ordered) - within)
 
 

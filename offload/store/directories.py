@@ -194,9 +194,9 @@ def require_number_of_directories(manifest: Manifest, directory: str, num_given:
     """Check that the number of given directories matches a checkpoint of the store.
 
     A checkpoint of several ranks has its state in directories of owners, which are looked for in
-    all given directories, whatever their number.
+    all given directories, whatever their number. One with parameters only has no state anywhere.
     """
-    if manifest.owners or len(manifest.layout.shares) == num_given:
+    if manifest.owners or not manifest.has_state or len(manifest.layout.shares) == num_given:
         return
     sealed = [directory, *(part.directory for part in manifest.parts)]
     raise StoreError(

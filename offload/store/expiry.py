@@ -11,7 +11,7 @@ import errno
 import shlex
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -20,13 +20,15 @@ from offload.format.manifest import Manifest
 from offload.format.unreadable import as_unreadable
 from offload.retention.pins import FoundPins, Pin, PinReader, remove_pin, sync_pins, write_pin
 from offload.retention.policy import (
-    BestBy,
     Record,
     Retention,
     as_prune_options,
     describe,
+    keeps_parameters_only,
     kept_generations,
+    metrics_of,
     num_wanted,
+    whole_generations,
 )
 from offload.store.census import Census
 from offload.store.opening import StoreContent, StoredCheckpoint, find_stored
@@ -103,8 +105,12 @@ class Keeping:
 
     @property
     def newest(self) -> StoredCheckpoint | None:
-        """The checkpoint of the highest generation, or None; superseded ones do not count."""
-        return max(self.current, key=lambda c: c.manifest.generation, default=None)
+        """The checkpoint of the highest generation, or None.
+
+        Superseded ones do not count, nor those of which only the parameters are left.
+        """
+        usable = [c for c in self.current if c.manifest.has_state]
+        return max(usable, key=lambda c: c.manifest.generation, default=None)
 
     def pins(self) -> FoundPins:
         """Read the pins of the store."""
@@ -115,6 +121,19 @@ class Keeping:
 
         Nothing is expired while a pin cannot be read.
         """
+        return self._not_among(kept_generations, incoming)
+
+    def reducible(self, incoming: Record | None = None) -> list[StoredCheckpoint]:
+        """Return the checkpoints with state of which only parameters are kept, oldest first."""
+        if not keeps_parameters_only(self._policy):
+            return []
+        expired = {c.path for c in self.expired(incoming)}
+        found = self._not_among(whole_generations, incoming)
+        return [c for c in found if c.manifest.can_drop_state and c.path not in expired]
+
+    def _not_among(
+        self, choose: Callable[[Retention, list[Record]], set[int]], incoming: Record | None
+    ) -> list[StoredCheckpoint]:
         found = self.pins()
         if found.unreadable:
             return []
@@ -124,7 +143,7 @@ class Keeping:
         records = _records(current, found)
         if incoming is not None:
             records.append(incoming)
-        kept = kept_generations(self._policy, records)
+        kept = choose(self._policy, records)
         return [c for c in current if c.manifest.generation not in kept]
 
     def num_slots(self) -> int:
@@ -158,7 +177,7 @@ class Keeping:
         it may still be measured, and can be added to the checkpoint. `metrics` are those that were
         given for the step, finite or not.
         """
-        for metric in {part.metric for part in self._policy.parts if isinstance(part, BestBy)}:
+        for metric in metrics_of(self._policy):
             if metric in metrics or any(metric in c.manifest.metrics for c in self.current):
                 self._ranked.add(metric)
             if metric in self._ranked or self._missed.setdefault(metric, step) == step:
@@ -191,7 +210,7 @@ class Keeping:
             if which is not None:
                 checkpoint = find_stored(self._checkpoints, which, self._directory)
             elif self.current:
-                checkpoint = self.current[-1]
+                checkpoint = self.newest or self.current[-1]
             else:
                 raise CheckpointNotFoundError(
                     errno.ENOENT, "there is no checkpoint in this store yet", self._directory
@@ -214,10 +233,20 @@ class Keeping:
                 raise failures[0]
         self._require_unpinned(self._checkpoints, what)
 
-    def require_no_newer_pins(self, checkpoint: StoredCheckpoint) -> None:
-        """Check that no checkpoint newer than the given one is pinned."""
+    def given_up_for(self, checkpoint: StoredCheckpoint) -> list[StoredCheckpoint]:
+        """Return the newer checkpoints, which going on from this one gives up, newest first.
+
+        If all of them have parameters only, they stay: no restore takes them by itself.
+        """
         generation = checkpoint.manifest.generation
         newer = [c for c in self._checkpoints if c.manifest.generation > generation]
+        if not any(c.manifest.has_state for c in newer):
+            return []
+        return sorted(newer, key=lambda c: -c.manifest.generation)
+
+    def require_no_newer_pins(self, checkpoint: StoredCheckpoint) -> None:
+        """Check that no checkpoint is pinned that going on from the given one would give up."""
+        newer = reversed(self.given_up_for(checkpoint))
         self._require_unpinned(newer, f"going back to step {checkpoint.manifest.step}")
 
     def require_replaceable(self, path: str) -> None:

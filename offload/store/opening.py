@@ -24,7 +24,7 @@ from offload.checkpoint.reading import (
     checkpoint_paths,
     decode_manifest,
 )
-from offload.errors import CheckpointError, CheckpointNotFoundError, StoreError
+from offload.errors import CheckpointError, CheckpointNotFoundError, MismatchError, StoreError
 from offload.format.digests import KnownLeaves
 from offload.format.manifest import Manifest
 from offload.format.names import (
@@ -108,7 +108,13 @@ class StoredCheckpoint:
 
 def record_of(manifest: Manifest) -> Record:
     """Return the record of a checkpoint that a retention policy decides by, without its pins."""
-    return Record(manifest.step, manifest.generation, manifest.created, manifest.metrics)
+    return Record(
+        manifest.step,
+        manifest.generation,
+        manifest.created,
+        manifest.metrics,
+        has_state=manifest.has_state,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +222,23 @@ def find_stored(
         errno.ENOENT,
         f"no usable checkpoint {which!r} in this store (it has: {names})",
         directory,
+    )
+
+
+def require_state(checkpoint: StoredCheckpoint) -> None:
+    """Refuse to go on from a checkpoint of which only the parameters are left.
+
+    Raises:
+        MismatchError: The checkpoint has no state.
+    """
+    if checkpoint.manifest.has_state:
+        return
+    path = checkpoint.path
+    raise MismatchError(
+        f"{path}: parameters only, because keep= gave up its state, so no training can go on from "
+        f"it. To start new state from its parameters, call offload.load_parameters(model, "
+        f"{path!r}), and then make the optimizer with another directory=, or with fresh=True, "
+        "which gives up the checkpoints here"
     )
 
 

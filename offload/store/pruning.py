@@ -39,7 +39,7 @@ from offload.format.manifest import Manifest
 from offload.format.names import LOCK_NAME
 from offload.format.unreadable import as_unreadable
 from offload.retention.pins import read_pins
-from offload.retention.policy import BestBy, Record, Retention
+from offload.retention.policy import Record, Retention, metrics_of
 from offload.store.claims import unnamed_parts
 from offload.store.owner_store import remove_unnamed_parts
 from offload.store.shared import SharedStore
@@ -231,12 +231,12 @@ def _require_metrics(store: Store, policy: Retention | None) -> None:
     The name of the metric is probably misspelt, and the policy would rank no checkpoint.
     """
     given = {name for checkpoint in store.keeping.current for name in checkpoint.manifest.metrics}
-    for part in policy.parts if policy is not None and store.keeping.current else ():
-        if isinstance(part, BestBy) and part.metric not in given:
+    for metric in metrics_of(policy) if policy is not None and store.keeping.current else ():
+        if metric not in given:
             names = ", ".join(map(repr, sorted(given)))
             have = f"{'these have' if len(given) > 1 else 'theirs is'} {names}"
             raise MetricError(
-                f"{store.directory}: no checkpoint has the metric {part.metric!r}; "
+                f"{store.directory}: no checkpoint has the metric {metric!r}; "
                 f"{have if given else 'they have none'}. Nothing was removed: rank by a metric "
                 "that the checkpoints have, or by none"
             )
@@ -299,9 +299,9 @@ def _prune(
             file_bytes(
                 backend,
                 checkpoint.path,
-                *(
+                *(  # without state it has no parts
                     f"{other}/{part.name}"
-                    for other, part in zip(others, checkpoint.manifest.parts, strict=True)
+                    for other, part in zip(others, checkpoint.manifest.parts, strict=False)
                 ),
             ),
         )

@@ -10,6 +10,8 @@ with what is durable after each step:
 - `Withdrawal` takes a checkpoint back for rewriting. It holds an exclusive lock, which no reader
   shares. It renames the directory away, makes that durable, overwrites the manifest, and makes that
   durable. Only then may data be written. At least one durable checkpoint always remains.
+- `StateRemoval` takes the state of a checkpoint that keeps its parameters. A manifest without state
+  replaces that of the checkpoint, durably, before any file of state leaves its directory.
 - On a store of several drives, a slot has a part on each of the other drives. `Sealing.prepare`
   seals the parts first, and `Withdrawal` overwrites their ``part.json`` last. Thus only the name of
   the directory on the first drive says whether a slot is a checkpoint, and a rewritten part is
@@ -54,6 +56,7 @@ from offload.store.space import (
     available_bytes,
     require_on_drives,
 )
+from offload.store.store_errors import FULL
 from offload.store.withdrawal import Withdrawal
 
 
@@ -140,6 +143,8 @@ class Store:
             train_state_bytes=train_state_bytes, reader_timeout_s=reader_timeout_s,
             owners=tuple(shared.directories.values()) if shared is not None else (),
         )  # fmt: skip
+        self._is_tidy = False
+        """Whether this process has removed what earlier ones left in checkpoints without state."""
         self._damaged: list[StoredCheckpoint] = []
         """Checkpoints that this process has found damaged."""
         if fresh:
@@ -162,7 +167,7 @@ class Store:
 
     @property
     def newest(self) -> StoredCheckpoint | None:
-        """Usable checkpoint of the highest generation, or None; superseded ones do not count."""
+        """Usable checkpoint with state of the highest generation, or None; see `Keeping.newest`."""
         return self.keeping.newest
 
     @property
@@ -237,6 +242,10 @@ class Store:
             StoreError: This process may not write to the store any more, or not at this moment.
         """
         del is_new
+        if not self._is_tidy:
+            with self._changed, suppress(StorageError):  # it only takes space
+                self._withdrawal.remove_dropped()
+            self._is_tidy = True
         if self._is_shared and self._parts.directories:
             with self._changed:  # what one process had on further drives before there were ranks
                 self._free.note_withdrawn()
@@ -328,7 +337,11 @@ class Store:
         """Free a slot for the next step if none is free: withdraw an expired checkpoint."""
         with self._changed:
             if not self._free:
-                self._withdrawal.withdraw_expired(self.sealing.incoming)
+                try:
+                    self._withdrawal.withdraw_expired(self.sealing.incoming)
+                except StorageError as error:
+                    if error.errno not in FULL:
+                        raise  # of a full disk, the next step says more
             self._changed.notify_all()
 
     def replace_train_state(self, checkpoint: StoredCheckpoint, train_state: EncodedState) -> None:
@@ -376,6 +389,7 @@ class Store:
         with self._changed:
             self._lock.require()
             self._withdrawal.withdraw_all_expired(self.sealing.incoming)
+            self._withdrawal.remove_dropped()
             self._free.note_withdrawn()  # including the slots that have just been withdrawn
             self._parts.remove_leftovers()  # before the slots, whose manifests identify some parts
             self._free.drop(len(self._free))
@@ -423,11 +437,10 @@ class Store:
         self._parts.claim(checkpoint.path, checkpoint.manifest)
 
     def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
-        """Withdraw, durably, every checkpoint that is newer than the given one."""
+        """Withdraw, durably, what going on from the given checkpoint gives up."""
         with self._changed:
-            newest_first = sorted(self.checkpoints, key=lambda c: -c.manifest.generation)
             self.keeping.require_no_newer_pins(checkpoint)
-            for newer in newest_first[: newest_first.index(checkpoint)]:
+            for newer in self.keeping.given_up_for(checkpoint):
                 self._poison.require_healthy(newer.path)
                 if not self._withdrawal.withdraw(newer):
                     raise StoreBusyError(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -20,6 +20,7 @@ from offload.store.quarantine import remove_mark
 from offload.store.slots.folder import try_lock
 from offload.store.slots.free import FreeSlots
 from offload.store.slots.slot import Slot
+from offload.store.state_removal import StateRemoval
 from offload.units import duration, size
 
 _PORTION = 16
@@ -47,6 +48,7 @@ class Withdrawal:
         self._free = free
         self._poison = opened.poison
         self._journal = opened.journal
+        self._state = StateRemoval(opened, keeping, free)
 
     def withdraw(self, checkpoint: StoredCheckpoint) -> bool:
         """Turn a checkpoint into a free slot, durably; return whether it is none any more.
@@ -134,12 +136,14 @@ class Withdrawal:
     ) -> bool:
         """Withdraw the oldest expired checkpoint without readers; return whether there was one.
 
-        The newest checkpoint is never withdrawn.
+        If there was none, the oldest one gives up its state of which only parameters are kept. The
+        newest checkpoint is never withdrawn.
         """
         found = self._expired(sealing)
         stages = {c.path: self._keeping.leaving.stage_of(c.manifest.generation) for c in found}
         if not even_leaving:
-            return any(self.withdraw(c) for c in found if stages[c.path] is None)
+            withdrawn = any(self.withdraw(c) for c in found if stages[c.path] is None)
+            return withdrawn or any(map(self._state.drop, self._reducible(sealing)))
         return any(
             self._give_way(c)
             for c in sorted(found, key=lambda c: stages[c.path] == "sending")  # those come last
@@ -157,24 +161,41 @@ class Withdrawal:
             found = [c for c in self._expired(sealing) if c.manifest.generation not in tried]
             found = [c for c in found if leaving.stage_of(c.manifest.generation) is None]
             if not found:
-                return
+                break
             if surplus is None:
                 # A part on another drive is free only after its document has been overwritten.
                 surplus = 0 if self._parts.directories else self._surplus(self._keeping.num_slots())
             portion = found[: min(max(surplus, 1), _PORTION)]
             surplus -= self._withdraw(portion, reuse=surplus < 1)
             tried |= {c.manifest.generation for c in portion}
+        for checkpoint in self._reducible(sealing):
+            is_needed = self._surplus(self._keeping.num_slots()) < 1
+            self._state.drop(checkpoint, reuse=is_needed)
+
+    def remove_dropped(self) -> None:
+        """Remove state files that interrupted processes left in checkpoints without state."""
+        for checkpoint in self._checkpoints:
+            self._state.remove_dropped(checkpoint)
+
+    def _reducible(self, sealing: Record | None) -> list[StoredCheckpoint]:
+        """Return the checkpoints that give up their state, oldest first; never the newest."""
+        return self._looked_at(self._keeping.reducible, sealing)
 
     def _expired(self, sealing: Record | None) -> list[StoredCheckpoint]:
         """Return the expired checkpoints, oldest first; the newest is never among them."""
+        return self._looked_at(self._keeping.expired, sealing)
+
+    def _looked_at(
+        self, choose: Callable[[Record | None], list[StoredCheckpoint]], sealing: Record | None
+    ) -> list[StoredCheckpoint]:
         # The newest durable checkpoint always stays, also while its successor is being sealed. The
         # successor displaces no checkpoint by its metrics before it is durable.
         incoming = sealing and replace(sealing, metrics={})
-        if not self._keeping.expired(incoming):
+        if not choose(incoming):
             return []
         self._census.update_changed()  # only checkpoints that still exist make others expire
         newest = self._keeping.newest
-        return [c for c in self._keeping.expired(incoming) if c is not newest]
+        return [c for c in choose(incoming) if c is not newest]
 
     def _give_way(self, checkpoint: StoredCheckpoint) -> bool:
         """Withdraw a checkpoint although it may be leaving; return whether it was withdrawn."""

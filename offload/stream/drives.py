@@ -26,6 +26,8 @@ from offload.options import Options
 from offload.stream.meter import Trace, TracedBackend
 from offload.units import duration, rate, size
 
+_OF_EACH = ("bytes_read", "bytes_written", "read_s", "write_s")
+
 _MAX_SUM = 64
 """Maximal sum of measured shares. Finer shares would be more exact than the measurement."""
 
@@ -147,6 +149,24 @@ class Drives:
             read_s=max(c.read_s for c in found),
             write_s=max(c.write_s for c in found),
         )
+
+    def totals_of_each(self) -> dict[str, dict[str, float]]:
+        """Return what each of several drives has done, and can do, by its directory.
+
+        The numbers have the names that they have in `Stats`; rates that are not known are missing.
+        The result is empty for one drive, and if one backend serves all.
+        """
+        found: dict[str, dict[str, float]] = {}
+        if len(self.untraced_backends) == 1:
+            return found
+        drives = zip(self.directories, self.untraced_backends, self._calibrations, strict=True)
+        for directory, backend, rates in drives:
+            counters = backend.counters()
+            totals = {name: float(getattr(counters, name)) for name in _OF_EACH}
+            if rates is not None:
+                totals |= {"drive_read_gbps": rates.read_gbps, "drive_write_gbps": rates.write_gbps}
+            found[directory] = totals
+        return found
 
     def rates(self) -> tuple[float, float, float]:
         """Return GB/s of all drives for reads, for writes, and for both at once; 0 if unknown."""

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from gds import Backend, Buffer, File, IOFuture, StorageError, WrapperBackend
 from gds.backends.wrapper import WrapperFile
 from offload.device.staging import Traffic
+from offload.errors import SealError, reason_of
 
 MAX_EVENTS = 1_000_000
 """Maximal number of events in a trace; later ones are dropped. Each takes some 200 bytes."""
@@ -201,6 +202,8 @@ class Meter:
     copied_gradient_bytes: int = 0
     seal_s: float = 0.0
     restore_s: float = 0.0
+    failed_seal: str = ""
+    """In words, why the newest seal has failed; empty if it has not."""
     traffic: Traffic = field(default_factory=Traffic)
     trace: Trace | None = None
     of_thread: threading.local = field(default_factory=threading.local)
@@ -214,6 +217,12 @@ class Meter:
         self.seals += 1
         self.seal_bytes = nbytes
         self.seal_s = seconds
+        self.failed_seal = ""
+
+    def note_failed_seal(self, step: int, error: SealError) -> None:
+        """Record why there is no checkpoint of a step, until another seal succeeds."""
+        why = error.__cause__
+        self.failed_seal = f"sealing step {step} failed: {reason_of(why)}" if why else str(error)
 
     @contextmanager
     def timed(self, name: str, **details: object) -> Iterator[None]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from gds import Backend, StorageError
 from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.errors import OffloadError, RecycledError
+from offload.errors import OffloadError, RecycledError, reason_of
 from offload.format.manifest import Manifest
 from offload.journal import log_event
 from offload.store.expiry import Leaving
@@ -96,7 +96,6 @@ class BackgroundUploads(UploadThread):
         """Seconds of the present upload during which it waited for parameters of newer ones."""
         self._last: _Offered | None = None
         """Newest checkpoint of which nobody has been told whether the tier has it."""
-        self._failure = ""
         self._warned: set[object] = set()
 
     def offer(self, checkpoint: Checkpoint, *, restored: bool = False) -> None:
@@ -146,7 +145,8 @@ class BackgroundUploads(UploadThread):
         if last is None:
             return
         event = events.get(last.checkpoint.step, TierEvent(0, "upload", "", ""))
-        why = {"failed": self._failure, "recycled": _GAVE_WAY, "parameters": "its state is not"}
+        why = {"recycled": _GAVE_WAY, "parameters": "its state is not"}
+        why["failed"] = f"failed: {self._failure}"
         reason = event.reason if event.choice == "skip" else why.get(event.outcome, _STOPPED)
         if event.outcome != "complete" and event.choice not in ("keep", "thin"):
             log_event(f"{last.checkpoint.path}: not in the tier: {reason}", logging.WARNING)
@@ -283,7 +283,8 @@ class BackgroundUploads(UploadThread):
             outcome, text = "recycled", _GAVE_WAY
         except Exception as error:  # noqa: BLE001  (training goes on)
             known = isinstance(error, (OffloadError, StorageError))
-            self._failure = text = f"failed: {error if known else type(error).__name__}"
+            self._failure = reason_of(error) if known else type(error).__name__
+            text = f"failed: {self._failure}"
             kind = type(error), getattr(error, "errno", None)
             level = logging.INFO if kind in self._warned else logging.WARNING
             self._warned.add(kind)  # each kind of failure is shown once, not at each checkpoint

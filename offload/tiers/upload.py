@@ -18,7 +18,13 @@ from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.opening import open_checkpoint
-from offload.errors import DamagedError, RecycledError, TierError, TierNotFoundError
+from offload.errors import (
+    CheckpointError,
+    DamagedError,
+    RecycledError,
+    TierError,
+    TierNotFoundError,
+)
 from offload.format.names import LOCK_NAME, TRAIN_STATE_NAME
 from offload.tiers.catalog import copies_of, sizes_in, what_is_missing
 from offload.tiers.contents import (
@@ -342,6 +348,11 @@ def push(
     ):
         with open_checkpoint(path, parts=parts, backend=storage) as opened:
             require_apart(parse_address(url), _directories(opened))
+            if opened.parameters_only:
+                raise CheckpointError(
+                    f"{opened.path}: parameters only, so it cannot be pushed to a tier: push a "
+                    "complete checkpoint, or copy this directory"
+                )
             # Without its lock: see `Source`.
             checkpoint = Checkpoint(storage, opened.path, opened.manifest, parts)
         upload = Upload(

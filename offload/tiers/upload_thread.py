@@ -59,6 +59,9 @@ class TierStats:
     events: tuple[TierEvent, ...]
     """The last decisions, the newest last."""
 
+    failure: str = ""
+    """Why the last upload that failed has failed; empty if none has."""
+
 
 _NUM_EVENTS = 32
 """Number of events that are remembered."""
@@ -139,6 +142,7 @@ class UploadThread:
         self._bytes_sent = 0
         self._num_complete = 0
         self._newest_step: int | None = None
+        self._failure = ""
 
     def stats(self) -> TierStats:
         """Return what has happened so far."""
@@ -151,6 +155,7 @@ class UploadThread:
                 self.measured.bytes_per_s,
                 self.measured.slowdown,
                 tuple(self._events),
+                self._failure,
             )
 
     def wait(self, timeout_s: float) -> bool:

@@ -129,6 +129,7 @@ def test_a_campaign_runs_what_is_there(name: str) -> None:
 SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], int]] = {
     "step": (step.main, [], 1),
     "step with other settings": (step.main, ["--sweep", "ring", "--values", "2,8"], 2),
+    "step with and without a record": (step.main, ["--record", "--resident", "1"], 1),
     "step on a slow drive": (step.main, ["--resident", "0.5", "--drive-gbps", "0.5"], 1),
     "sizing": (sizing.main, [], 4),
     "small_tensors": (small_tensors.main, [], 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Sequence
@@ -12,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload import BestBy, EverySeconds, EverySteps, LastK, Retention
+from offload import BestBy, EverySeconds, EverySteps, LastK, ParametersOnly, Retention
 from offload.retention.policy import (
     Record,
     as_retention,
     describe,
     kept_generations,
     num_wanted,
+    whole_generations,
 )
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
@@ -134,6 +136,43 @@ def test_what_was_let_go_of_is_never_missed(policies, records):
         assert len(there) <= room
         assert room <= max(1, sum(p.most or 0 for p in policies)) + len(there)
     assert {r.generation for r in there} == kept_generations(policy, records)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    policies=st.lists(single, min_size=1, max_size=3),
+    only=single,
+    records=histories(max_size=10),
+)
+def test_parameters_are_kept_beside_what_is_kept_whole(policies, only, records):
+    """Checkpoints come one by one; what is kept only for its parameters gives up its state."""
+    policy = ParametersOnly(only)
+    for other in policies:
+        policy = policy | other
+    there: list[Record] = []
+    for record in records:
+        there.append(record)
+        kept, whole = kept_generations(policy, there), whole_generations(policy, there)
+        assert whole <= kept
+        assert record.generation in whole, "the newest"
+        there = [
+            dataclasses.replace(r, has_state=r.has_state and r.generation in whole)
+            for r in there
+            if r.generation in kept
+        ]
+        assert sum(r.has_state for r in there) <= len(whole)
+    expected = oracle(only, records).union(*(oracle(p, records) for p in policies))
+    assert {r.generation for r in there} >= expected
+    for last in (p for p in policies if isinstance(p, LastK)):
+        newest = {r.generation for r in records[-last.k :]}
+        assert newest <= {r.generation for r in there if r.has_state}
+
+
+def test_the_last_few_are_those_that_can_be_gone_on_from():
+    records = [Record(n, n, has_state=n < 3) for n in range(1, 6)]
+    policy = LastK(2) | ParametersOnly(EverySteps(2))
+    assert whole_generations(policy, records) == {1, 2}
+    assert kept_generations(policy, records) == {1, 2, 4}
 
 
 def test_the_last_few_and_every_thousandth():

@@ -8,7 +8,8 @@ The model is harsher than any one file system:
 - So has the size of a file: until its first `sync` it may be found with any length in pages.
 - A name that was made, moved, exchanged or removed is on the platter after a `sync_dir` of its
   directory, and so are all changes of that directory before it. Of later changes either the first
-  few have survived, as with a journal, or any of them, in order. `sync` of a file does nothing for
+  few have survived, as with a journal, or any of them, in order. A file that was moved between two
+  directories may be found in one of them, in both, or in none. `sync` of a file does nothing for
   its name, and `sync_dir` nothing for data, nor for the name of the directory itself.
 
 A clone of a range is a write of the bytes that it takes over.
@@ -206,7 +207,10 @@ class Disk:
         parent, name = posixpath.split(operation.path)
         other_parent, other = posixpath.split(operation.other or operation.path)
         if parent != other_parent:
-            raise NotImplementedError(f"{operation}: between two directories")
+            assert operation.node in self._files, f"{operation}: between two directories"
+            self._directory(other_parent).cache.append(("link", other, other, operation.node))
+            self._directory(parent).cache.append(("remove", name, name, operation.node))
+            return
         self._directory(parent).cache.append((operation.kind, name, other, operation.node))
 
     def _apply_change(self, entries: dict[str, int], change: _Change) -> None:

@@ -19,14 +19,17 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from offload import DriveTuning, SealHandle
+from offload import DriveTuning, EverySteps, LastK, ParametersOnly, Retention, SealHandle
 from tests.forking import serve
 from tests.stores.training import Model, backward, optimizer_for, options
 
 PLAN = "killing.json"
-"""What is to be done: ``keep``, ``drives``, ``num_kills`` and ``seed``."""
+"""What is to be done: ``keep``, ``drives``, ``only``, ``num_kills`` and ``seed``."""
 
 SEAL_EVERY = 3
+ONLY_EVERY = 2 * SEAL_EVERY
+"""With ``only``, the parameters of each checkpoint at a multiple of it are kept."""
+
 SHARES = (1, 1, 2)
 STEPS_OF_A_LIFE = 9
 """The longest life ends where opening, restoring and so many steps have come to."""
@@ -39,7 +42,13 @@ OPENING, RESTORING, RESTORED, STEPPING, SEALING, ACKNOWLEDGED = b"o", b"r", b"R"
 _MESSAGE = struct.Struct("=cq")
 
 
-def train(directories: list[str], keep: int, last_step: int, pipe: int) -> None:
+def policy_of(keep: int, *, only: bool) -> Retention:
+    """Return what a child keeps."""
+    newest = LastK(keep)
+    return newest | ParametersOnly(EverySteps(ONLY_EVERY)) if only else newest
+
+
+def train(directories: list[str], keep: Retention, last_step: int, pipe: int) -> None:
     """Open the store, restore, train to the last step, sealing behind training; say so."""
 
     def tell(what: bytes, step: int = 0) -> None:
@@ -73,7 +82,7 @@ def train(directories: list[str], keep: int, last_step: int, pipe: int) -> None:
 class Killer:
     """Forks children one after the other and kills them at moments that a seed chooses."""
 
-    def __init__(self, directory: str, keep: int, drives: int, seed: int) -> None:
+    def __init__(self, directory: str, keep: Retention, drives: int, seed: int) -> None:
         self.directories = [directory, *(f"{directory}-{k}" for k in range(1, drives))]
         self.keep = keep
         self.rng = random.Random(seed)
@@ -129,7 +138,8 @@ def kill_at_random_moments(parent: str) -> None:
     """Do what the plan says, let the last child reach the end, and print how it went, as JSON."""
     directory = f"{parent}/stores"
     plan = json.loads(Path(parent, PLAN).read_text())
-    keep, drives, num_kills, seed = (plan[k] for k in ("keep", "drives", "num_kills", "seed"))
+    drives, num_kills, seed = (plan[k] for k in ("drives", "num_kills", "seed"))
+    keep = policy_of(plan["keep"], only=plan["only"])
     os.mkdir(directory)
     killer = Killer(f"{directory}/killed", keep, drives, seed)
     measured = Killer(f"{directory}/measured", keep, drives, seed)

@@ -21,6 +21,7 @@ from offload import (
     EverySteps,
     LastK,
     OffloadError,
+    ParametersOnly,
     Retention,
     list_checkpoints,
     open_checkpoint,
@@ -106,6 +107,8 @@ class Case:
 
     @property
     def policy(self) -> int | Retention:
+        if self.scene == "parameters only":
+            return LastK(self.keep) | ParametersOnly(MILESTONES)
         return LastK(self.keep) | MILESTONES if self.scene == "every second step" else self.keep
 
     @property
@@ -113,7 +116,8 @@ class Case:
         return self.scene == "added group"
 
     def most_slots(self, last_step: int) -> int:
-        extra = {"every second step": last_step // MILESTONES.steps, "pinned": 2}
+        milestones = last_step // MILESTONES.steps
+        extra = {"every second step": milestones, "parameters only": milestones, "pinned": 2}
         return self.keep + 1 + extra.get(self.scene, 0)
 
     def expected(self, position: Position) -> Snapshot:
@@ -354,12 +358,28 @@ def every_second_step(process: Open) -> None:
     trainer.close()
 
 
+def parameters_only(process: Open) -> None:
+    """Every second checkpoint gives up its state, and what it gave up is written again."""
+    trainer = process()
+    for step in range(1, 4):
+        trainer.seal(step)
+    trainer.seal(4, meanwhile=5)
+    trainer.seal(5)
+    trainer.close()
+    before = Promise(kept=trainer.kept)
+    second = process(promised=trainer.promised, before=before)
+    assert second.restore() == Position(5)
+    second.seal(6)
+    second.seal(7)
+    second.close()
+
+
 SCENES: dict[str, Callable[[Open], None]] = {
     scene.__name__.replace("_", " "): scene
     for scene in (
         three_checkpoints, sealed_behind_training, resident_state, two_processes,
         replaced_train_state, added_group, started_over, gone_back, sealed_twice, pinned,
-        every_second_step,
+        every_second_step, parameters_only,
     )
 }  # fmt: skip
 
@@ -370,6 +390,7 @@ SMOKE = [
     Case("gone back", 2),
     Case("three checkpoints", 1, 2),
     Case("added group", 1, 2),
+    Case("parameters only", 1, 2),
 ]
 CASES = [
     *SMOKE,

@@ -36,6 +36,20 @@ def test_a_name_is_lost_until_its_directory_is_synced() -> None:
     assert {tuple(files) for files in left_by(backend)} == {("/other",)}
 
 
+def test_a_file_moved_between_directories_is_in_one_in_both_or_in_none_until_they_are_synced() -> (
+    None
+):
+    backend = durable()
+    backend.make_dir("/folder")
+    backend.sync_dir("/")
+    backend.rename("/file", "/folder/file")
+    one, other = "/file", "/folder/file"
+    assert {tuple(files) for files in left_by(backend)} == {(), (one,), (other,), (one, other)}
+    backend.sync_dir("/folder")
+    backend.sync_dir("/")
+    assert all(files == {other: OLD} for files in left_by(backend))
+
+
 def test_pages_are_lost_in_any_subset_and_torn_at_sectors_until_the_file_is_synced() -> None:
     backend = durable()
     with backend.open("/file", writable=True) as file:

@@ -45,6 +45,7 @@ SMOKE: list[tuple[Kind, Case, bool]] = [
     ("create", Case("every second step", 1), False),
     ("make_dir", Case("resident state", 2), True),
     ("open", Case("two processes", 1, 2), False),
+    *((kind, Case("parameters only", 1), False) for kind in ("rename", "create", "sync_dir")),
 ]
 """Kinds, cases, and whether they fail for ever."""
 
@@ -192,6 +193,8 @@ def numbers(kind: Kind, case: Case) -> Iterator[int]:
         yield from count(1)  # the last one of a seal decides what there is
     elif kind in ("rename", "sync_dir") and case.scene == "pinned":
         yield from count(2, 3)  # names are given, moved and removed between seals
+    elif case.scene == "parameters only":
+        yield from count(1, 2)
     yield from (1, 3, 6, 14, 36, 90, 300, 900)
 
 

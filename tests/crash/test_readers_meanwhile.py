@@ -15,7 +15,9 @@ import torch
 from gds import Backend, LockHeldError, MemoryBackend
 from offload import (
     CheckpointError,
+    LastK,
     ManifestError,
+    ParametersOnly,
     RecycledError,
     UnreadableError,
     list_checkpoints,
@@ -89,6 +91,25 @@ class TestOpening:
                 break
         assert steps.count(1) > 20
         assert steps[-1] == 2
+
+    @pytest.mark.parametrize("reader", ["list", "open"])
+    def test_one_that_gives_up_its_state_at_any_moment_is_not_missed(self, reader: str) -> None:
+        """Another one is sealed meanwhile, so that the newest has its parameters only then."""
+        inner = MemoryBackend()
+        training = Training(inner, keep=LastK(1) | ParametersOnly(LastK(2)))
+        training.steps_and_seal(3)
+        for nth in count(1):
+            newest = training.optimizer.num_steps
+            backend = Meanwhile(inner, nth, training.steps_and_seal)
+            if reader == "list":
+                assert (newest, True) in listed(backend)
+            else:
+                with open_checkpoint(STORE, backend=backend) as opened:
+                    assert opened.step >= newest
+            if backend.left > 0:
+                break
+        assert nth > 20
+        training.optimizer.close()
 
     def test_one_that_is_replaced_while_it_is_being_opened_is_not_what_is_locked(self) -> None:
         """The lock would be on what had the name, which is free by now: it would keep nothing."""

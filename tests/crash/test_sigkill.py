@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from gds import PosixBackend
-from offload import open_checkpoint
+from offload import list_checkpoints, open_checkpoint
 from tests.campaigns import FULL
 from tests.crash import killing
 from tests.forking import Children
@@ -24,8 +25,12 @@ from tests.stores.training import Reference, differences
 SEED = int(os.environ.get("KILL_SEED", "20260711"))
 NUM_KILLS = int(os.environ.get("NUM_KILLS", "48" if FULL else "0"))
 IS_CAMPAIGN = NUM_KILLS > 0
-CASES = [(1, 1, NUM_KILLS), (2, 1, NUM_KILLS), (1, 3, NUM_KILLS // 2), (2, 2, NUM_KILLS // 2)]
-SMOKE = [(1, 1, 4), (2, 2, 4)]
+HALF = NUM_KILLS // 2
+CASES = [
+    *[(1, 1, False, NUM_KILLS), (2, 1, False, NUM_KILLS), (1, 3, False, HALF)],
+    *[(2, 2, False, HALF), (1, 1, True, HALF), (2, 2, True, HALF)],
+]
+SMOKE = [(1, 1, False, 4), (2, 2, False, 4), (1, 2, True, 4)]
 
 TIMEOUT_S = 20.0
 """For one kill, which takes less than a second."""
@@ -39,42 +44,52 @@ def children() -> Iterator[Children]:
 
 
 @pytest.mark.parametrize(
-    ("keep", "drives", "num_kills"),
+    ("keep", "drives", "only", "num_kills"),
     CASES if IS_CAMPAIGN else SMOKE,
 )
 def test_killed_at_random_moments(
     keep: int,
     drives: int,
+    only: bool,
     num_kills: int,
     children: Children,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    plan = {"keep": keep, "drives": drives, "num_kills": num_kills, "seed": SEED}
+    plan = {"keep": keep, "drives": drives, "only": only, "num_kills": num_kills, "seed": SEED}
     (tmp_path / killing.PLAN).write_text(json.dumps(plan))
     pid = children.start(killing.kill_at_random_moments, tmp_path)
     ended = children.wait(pid, tmp_path, 300.0 + TIMEOUT_S * num_kills)
     assert ended.status == 0, ended.output
     assert "Traceback" not in ended.output
     result = json.loads(ended.output.splitlines()[-1])
-    print(f"KILL_SEED={SEED}, keep={keep}, drives={drives}: {result}")
+    print(f"KILL_SEED={SEED}, keep={keep}, drives={drives}, only={only}: {result}")
     record_property("kills", result["killed"])
 
     assert result["killed"] == num_kills == sum(result["phases"].values())
     if IS_CAMPAIGN:
-        assert result["phases"].keys() >= {"s", "c", "A"}, "kills must hit steps and seals"
+        phases = {"s", "c"} if only else {"s", "c", "A"}
+        assert result["phases"].keys() >= phases, "kills must hit steps and seals"
     restored = result["restored"]
     assert all(earlier <= later for earlier, later in pairwise(restored))
     assert len(set(restored)) > num_kills // 10, "the run must have got on between the kills"
     first, *others = result["left"]
     first = [name for name in first if not name.strip(".").startswith(("status.", "history."))]
+    store = tmp_path / "stores" / "killed"
+    reduced = [info for info in list_checkpoints(store) if info.parameters_only]
+    assert bool(reduced) == only
+    first = [name for name in first if name not in {info.path[-13:] for info in reduced}]
+    for info in reduced:
+        with open_checkpoint(info.path) as found:
+            expected = replace(Reference().after(info.step), arrays={})
+            assert differences(found, PosixBackend(), expected) == []
     assert len(first) <= 1 + (drives > 1) + keep + 1, "LOCK, store.json, and keep + 1 slots"
     assert all(len(other) <= 1 + keep + 1 for other in others), "LOCK, and a part of each slot"
 
     last_step = result["last_step"]
     assert result["acknowledged"] == last_step
     name = f"step-{last_step:08d}"
-    with open_checkpoint(tmp_path / "stores" / "killed" / name) as found:
+    with open_checkpoint(store / name) as found:
         assert found.train_state == {"step": last_step}
         assert differences(found, PosixBackend(), Reference().after(last_step)) == []
         assert len(found.parts) == drives - 1

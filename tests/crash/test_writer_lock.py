@@ -103,7 +103,7 @@ def test_a_removed_lock_lets_nobody_in(
     optimizer.close()
     assert_whole(tmp_path / "run", 5)
     assert same_bits(dict(model.state_dict()), Reference().after(5).model)
-    assert children.run(second.train_as_well, tmp_path).output == "trained to step 9\n"
+    assert children.run(second.train_as_well, tmp_path).output.endswith("trained to step 9\n")
 
 
 @contextlib.contextmanager
@@ -167,7 +167,7 @@ def test_an_earlier_version_that_got_in_ends_all_writing(
     refuses_to_write()
     optimizer.close()
     assert_whole(store, 2)
-    assert children.run(second.train_as_well, tmp_path).output == "trained to step 6\n"
+    assert children.run(second.train_as_well, tmp_path).output.endswith("trained to step 6\n")
 
 
 def test_a_directory_that_was_moved_away_is_written_to_by_nobody_else(
@@ -179,7 +179,7 @@ def test_a_directory_that_was_moved_away_is_written_to_by_nobody_else(
     train(model, optimizer, 1, 2, 3)
     store.rename(moved)
     store.mkdir()
-    assert children.run(second.train_as_well, tmp_path).output == "trained to step 4\n"
+    assert children.run(second.train_as_well, tmp_path).output.endswith("trained to step 4\n")
     of_second, of_first = tree(store), checkpoints_in(moved)
     with pytest.raises(StoreError, match=NOT_OPENED) as error:
         train(model, optimizer, 4)

@@ -151,6 +151,10 @@ LIES = {
     "an-order-of-no-groups": (put("order", value=[]), "the order of parameters"),
     "an-order-of-more-groups": (put("order", value=[[0, 1], [2, 3]]), "the order of parameters"),
     "an-order-beyond-the-last": (put("order", value=[[0, 1, 2, 4]]), "the order of parameters"),
+    "state-given-up-that-is-there": (put("dropped_arrays", value=["exp_avg"]), "has given up"),
+    "a-file-of-others-given-up": (put("dropped_arrays", value=["model"]), "name of a state array"),
+    "a-path-given-up": (put("dropped_arrays", value=["../LOCK"]), "name of a state array"),
+    "an-array-given-up-twice": (put("dropped_arrays", value=["m", "m"]), "a name occurs twice"),
     "parameters-as-a-hyperparameter": (put("groups", 0, "params", value=[]), "hyper-parameter"),
     "a-tensor-of-65-bits": (put("groups", 0, "lr", value=HUGE_INTEGER), ""),
     **{

@@ -26,10 +26,16 @@ from pathlib import Path
 from typing import Final
 
 from tests.dying import dying
-from tests.mutation import opening, ranks, seals, slots
+from tests.mutation import opening, ranks, seals, slots, state_removal
 from tests.mutation.mutation import ROOT, Mutation, MutationError
 
-MUTATIONS: Final = (*seals.MUTATIONS, *slots.MUTATIONS, *opening.MUTATIONS, *ranks.MUTATIONS)
+MUTATIONS: Final = (
+    *seals.MUTATIONS,
+    *slots.MUTATIONS,
+    *state_removal.MUTATIONS,
+    *opening.MUTATIONS,
+    *ranks.MUTATIONS,
+)
 _COPIED: Final = ("offload", "gds", "tests", "bench", "docs", "pyproject.toml", "Makefile")
 
 

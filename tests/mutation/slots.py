@@ -24,10 +24,10 @@ MUTATIONS = (
             Edit(
                 "offload/store/withdrawal.py",
                 """\
-for c in self._keeping.expired(incoming) if c is not newest]
+for c in choose(incoming) if c is not newest]
 """,
                 """\
-for c in self._keeping.expired(incoming)]
+for c in choose(incoming)]
 """,
             ),
         ),
@@ -289,8 +289,8 @@ for c in self._keeping.expired(incoming)]
         (
             Edit(
                 "offload/retention/policy.py",
-                "policy.kept(ordered) | pinned | newest",
-                "policy.kept(ordered) | newest",
+                "return (pinned | newest).union(",
+                "return newest.union(",
             ),
         ),
         ("tests/torch_contract/test_pins.py",),

@@ -115,19 +115,30 @@ def test_shares_of_a_step_are_of_that_step_and_add_up_to_all_of_it(overlap):
     optimizer.close()
 
 
-def test_scalars_are_every_number_of_the_statistics_as_a_flat_dict(tmp_path):
+def test_scalars_are_a_few_numbers_or_every_one_of_the_statistics_as_a_flat_dict(tmp_path):
     optimizer = trained(tmp_path / "run")
     stats = optimizer.stats()
-    scalars = stats.scalars()
+    few, scalars = stats.scalars(), stats.scalars(all=True)
     optimizer.close()
+    assert list(few) == [
+        "offload/step_seconds",
+        "offload/read_gb_per_s",
+        "offload/write_gb_per_s",
+        "offload/io_wait_fraction",
+        "offload/bytes_written",
+    ]
+    assert few["offload/step_seconds"] == stats.step_s / STEPS
+    assert few["offload/write_gb_per_s"] == pytest.approx(stats.write_gbps)
+    assert 0 <= few["offload/io_wait_fraction"] <= 1
+    assert stats.scalars("", since=stats) == {"bytes_written": stats.bytes_written}
     shown = {name for name in dir(stats) if not name.startswith("_")} - {"summary", "scalars"}
     assert stats.drive_bytes > 0
     assert stats.drive_writes == stats.bytes_written / stats.drive_bytes
     shown -= {"update_code", "tier"}  # words, and a record of its own
-    assert set(scalars) == {f"offload/{name}" for name in shown}
+    assert set(scalars) == {f"offload/{name}" for name in shown} | few.keys()
+    assert few.items() <= scalars.items()
     assert {type(value) for value in scalars.values()} == {float}
     assert all(math.isfinite(value) for value in scalars.values())
     assert scalars["offload/steps"] == STEPS
     assert scalars["offload/seal_bytes"] == stats.seal_bytes > 0
     assert scalars["offload/read_gbps"] == stats.read_gbps > 0
-    assert stats.scalars(prefix="")["steps"] == STEPS

@@ -45,7 +45,7 @@ def test_a_seal_adds_a_checkpoint_while_a_step_goes_through_them(
         """Publish checkpoints, one after the other."""
         try:
             for number, slot in enumerate(slots):
-                manifest: Any = SimpleNamespace(generation=number, owners=())
+                manifest: Any = SimpleNamespace(generation=number, owners=(), has_state=True)
                 known.published(f"/run/step-{number:08d}", slot, manifest, manifest)
         except BaseException as error:  # noqa: BLE001  (the test raises it)
             errors.append(error)

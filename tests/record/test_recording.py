@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,7 +18,10 @@ import pytest
 import torch
 
 from gds import PosixBackend
-from offload import OffloadedOptimizer, list_checkpoints
+from gds.calibration import Calibration, save_calibration
+from gds.probe import mount_of
+from offload import OffloadedOptimizer, SealError, list_checkpoints
+from offload.format.names import CALIBRATION_NAME
 from offload.record import read_lines, read_status
 from offload.record.history import MAX_BYTES, add_lines
 from tests.dying import dying
@@ -52,6 +57,7 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert (status.ended, status.step, status.ranks, status.pid) == (True, 2, 1, os.getpid())
     assert status.totals["steps"] == status.recent["steps"] == 2
     assert [one.step for one in status.checkpoints] == [1, 2]
+    assert (status.drives, status.warnings) == ((), ())
     start, *checkpoints, steps = read_lines(str(tmp_path))[0]
     assert (start["kind"], start["step"]) == ("start", 0)
     for number, line in enumerate(checkpoints, 1):
@@ -219,6 +225,73 @@ def test_the_same_bits_with_and_without_a_recorder(tmp_path: Path) -> None:
                 step(optimizer)
         models.append(model.state_dict())
     assert all(map(torch.equal, models[0].values(), models[1].values()))
+
+
+def test_each_of_several_drives_is_in_the_status(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in "ab"]
+    for path, read_gbps in zip(paths, (2.0, 1.0), strict=True):
+        os.mkdir(path)
+        number, mount = os.stat(path).st_dev, mount_of(path)
+        measured = Calibration(
+            read_threads=2,
+            write_threads=2,
+            request_bytes=1 << 20,
+            read_gbps=read_gbps,
+            write_gbps=1.0,
+            mixed_gbps=1.5,
+            filesystem=mount.filesystem,
+            device=f"{os.major(number)}:{os.minor(number)}",
+            source=mount.source,
+            measured="2026-11-01T00:00:00+00:00",
+        )
+        save_calibration(f"{path}/{CALIBRATION_NAME}", measured)
+    with make_optimizer(make_model(), directory=paths) as optimizer:
+        for _ in range(3):
+            step(optimizer)
+    status = read_status(paths[0])
+    assert [drive.directory for drive in status.drives] == paths
+    assert [drive.totals["drive_read_gbps"] for drive in status.drives] == [2.0, 1.0]
+    for name in ("bytes_read", "bytes_written"):
+        totals = [drive.totals[name] for drive in status.drives]
+        assert min(totals) > 0
+        assert sum(totals) == status.totals[name]
+        assert [drive.recent[name] for drive in status.drives] == totals
+
+
+def test_a_seal_that_failed_is_a_warning_until_another_succeeds(tmp_path: Path) -> None:
+    store = tmp_path / "run"
+    with optimizer_in(store) as optimizer:
+        step(optimizer)
+        (slot,) = store.glob(".slot-*")
+        slot.rename(tmp_path / "away")
+        with pytest.raises(SealError):
+            optimizer.checkpoint().result()
+        status = store / "status.json"
+        assert eventually(lambda: status.exists() and read_status(str(store)).warnings)
+        (warning,) = read_status(str(store)).warnings
+        assert re.match(f"sealing step 1 failed: .*{slot.name}", warning)
+        with pytest.raises(SealError):
+            step(optimizer)
+        optimizer.checkpoint().result()
+    assert read_status(str(store)).warnings == ()
+
+
+def test_an_upload_that_failed_is_a_warning_until_another_succeeds(tmp_path: Path) -> None:
+    tier, store = tmp_path / "mnt" / "tier", tmp_path / "run"
+    (tmp_path / "mnt" / "other").mkdir(parents=True)
+    with optimizer_in(store, settings={"tier": tier.as_uri()}) as optimizer:
+        shutil.move(tmp_path / "mnt", tmp_path / "unplugged")
+        step(optimizer)
+        optimizer.checkpoint().result()
+        status = store / "status.json"
+        assert eventually(lambda: status.exists() and read_status(str(store)).warnings)
+        (warning,) = read_status(str(store)).warnings
+        assert warning.startswith(f"the upload of step 1 failed: {tier.as_uri()}")
+        shutil.move(tmp_path / "unplugged", tmp_path / "mnt")
+        step(optimizer)
+        optimizer.checkpoint().result()
+        assert eventually(lambda: optimizer.stats().tier.newest_step == 2)
+    assert read_status(str(store)).warnings == ()
 
 
 def test_lines_are_json_and_hold_no_other_numbers(tmp_path: Path) -> None:

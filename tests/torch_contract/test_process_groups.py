@@ -76,9 +76,17 @@ def test_one_of_several_ranks_says_what_was_resumed(ranks: Any) -> None:
     assert [one["resumed"] for one in found] == [expected, ""]
 
 
+def test_ranks_go_on_in_a_store_of_one_process_that_gave_up_state(ranks: Any) -> None:
+    for found in ranks[1]:
+        refused, restored, *listed = found["beside"]
+        assert "step-00000001: parameters only" in refused
+        assert (restored, listed) == ("3", ["1 only", "2 only", "3", "4"])
+
+
 def test_what_ranks_cannot_do_yet_is_refused_before_anything_is_touched(ranks: Any) -> None:
     for found in ranks[1]:
         assert found["overlap backward"].startswith('ValueError: overlap="backward" is not supp')
+        assert "ParametersOnly(...) does not work with several ranks" in found["parameters only"]
         assert "DriveTuning(shares=...) is not supported with several ranks" in found["shares"]
         assert found["environment"].startswith("ProcessGroupError: the environment has WORLD_SIZE=")
         assert "call torch.distributed.init_process_group() before" in found["environment"]

@@ -245,8 +245,11 @@ class PartPool:
                 remove_folder(backend, path)
 
     def _of(self, manifest: Manifest) -> Iterator[tuple[Backend, str]]:
-        """Yield backend and path of each part of a checkpoint; none if several ranks made it."""
-        drives = () if manifest.owners else self._drives
+        """Yield backend and path of each part of a checkpoint.
+
+        There is none if several ranks made it, or if it has parameters only.
+        """
+        drives = self._drives if manifest.parts else ()
         for (backend, directory), part in zip(drives, manifest.parts, strict=True):
             yield backend, f"{directory}/{part.name}"
 

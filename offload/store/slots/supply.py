@@ -6,7 +6,8 @@ import errno
 import logging
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
@@ -126,7 +127,9 @@ class SlotSupply:
         self._poison.warn_once()
         slot = self._free_slot(layout, num_groups)
         while slot is None and self._sealing.incoming is None:
-            if self._withdrawal.withdraw_expired(self._sealing.incoming):
+            with self._naming_room(layout, num_groups):
+                withdrawn = self._withdrawal.withdraw_expired(self._sealing.incoming)
+            if withdrawn:
                 slot = self._free_slot(layout, num_groups)
                 continue
             if self._is_expired_leaving():
@@ -163,16 +166,23 @@ class SlotSupply:
             raise
 
     def _free_slot(self, layout: Layout, num_groups: int) -> Slot | None:
-        sizes = self._sizes(layout, num_groups)
-        try:
+        sizes, keeping = self._sizes(layout, num_groups), self._keeping
+        with self._naming_room(layout, num_groups):
             if not self._poison:
                 self._identify()
                 slot = self._free.take(layout, sizes)
                 if slot is not None:
                     return slot
-                if self._keeping.expired(self._sealing.incoming):
+                incoming = self._sealing.incoming
+                if keeping.expired(incoming) or keeping.reducible(incoming):
                     return None  # an expired checkpoint is the next slot, once withdrawn
             return self._free.create(layout, sizes)
+
+    @contextmanager
+    def _naming_room(self, layout: Layout, num_groups: int) -> Iterator[None]:
+        """Say how much space the next slot needs if there is too little for the block."""
+        try:
+            yield
         except StorageError as error:
             if error.errno not in FULL:
                 raise
