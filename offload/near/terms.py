@@ -29,7 +29,14 @@ from offload.format._manifest_fields import (
 from offload.format.layout import Layout, ParameterSpec
 from offload.near.place import run_name
 from offload.options import DriveTuning, Options
-from offload.retention.policy import BestBy, EverySeconds, EverySteps, LastK, Retention
+from offload.retention.policy import (
+    BestBy,
+    EverySeconds,
+    EverySteps,
+    LastK,
+    ParametersOnly,
+    Retention,
+)
 
 CLASSES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     one.__name__: one
@@ -125,7 +132,7 @@ def encode_terms(terms: Terms) -> dict[str, Any]:
             [encode_group(n, hyper), list(members), None if called is None else list(called)]
             for n, (hyper, members, called) in enumerate(terms.groups)
         ],
-        "keep": [_encode_policy(part) for part in terms.keep.parts],
+        "keep": _encode_policies(terms.keep),
         "fresh": terms.fresh,
         "options": _encode_options(terms.options),
         "timeout_s": terms.timeout_s,
@@ -153,9 +160,6 @@ def decode_terms(document: Mapping[str, Any]) -> Terms:
         entries = pairs
     if document["optimizer"] not in CLASSES:
         raise ValueError(f"no server knows the optimizer {label(document['optimizer'])}")
-    (keep, *more) = [_policy(one) for one in items(document["keep"])]
-    for part in more:
-        keep = keep | part
     timeout_s = document["timeout_s"]
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _MAX_SECONDS:
         raise ValueError(f"{timeout_s!r} is not a number of seconds")
@@ -166,7 +170,7 @@ def decode_terms(document: Mapping[str, Any]) -> Terms:
         tensors=found,
         entries=entries,
         groups=[_group(one, number) for one in items(document["groups"])],
-        keep=keep,
+        keep=_policies(document["keep"]),
         fresh=_boolean(document["fresh"]),
         options=_options(mapping(document["options"])),
         timeout_s=float(timeout_s),
@@ -231,15 +235,30 @@ def _group(
     return decode_group(mapping(hyper)), found, None if called is None else names(called)
 
 
+def _encode_policies(policy: Retention) -> list[Any]:
+    return [_encode_policy(part) for part in policy.parts]
+
+
 def _encode_policy(part: Retention) -> list[Any]:
+    if type(part) is ParametersOnly:
+        return [ParametersOnly.__name__, {"rule": _encode_policies(part.rule)}]
     if type(part) not in _POLICIES:
-        known = ", ".join(one.__name__ for one in _POLICIES)
+        known = ", ".join([*(one.__name__ for one in _POLICIES), ParametersOnly.__name__])
         raise NearError(f"keep={part!r:.60} cannot be sent to a server: combine {known}")
     return [type(part).__name__, {f.name: getattr(part, f.name) for f in fields(part)}]  # type: ignore[arg-type]
 
 
+def _policies(value: object) -> Retention:
+    (found, *more) = [_policy(one) for one in items(value)]
+    for part in more:
+        found = found | part
+    return found
+
+
 def _policy(value: object) -> Retention:
     name, arguments = items(value)
+    if name == ParametersOnly.__name__:
+        return ParametersOnly(_policies(mapping(arguments)["rule"]))
     known = {one.__name__: one for one in _POLICIES}
     return known[name](**mapping(arguments))
 

@@ -14,7 +14,7 @@ import offload
 from gds import MemoryBackend
 from offload import NearError
 from tests.near.servers import Server, serving
-from tests.stores.small import make_model, make_optimizer, step
+from tests.stores.small import make_model, make_optimizer, step, train
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,15 @@ def test_addresses_of_no_run(url: str) -> None:
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(NearError, match=r"cannot be reached .* start it with offload serve"):
         make_optimizer(make_model(), directory=f"offload+unix://{tmp_path}/s/run")
+
+
+def test_every_policy_of_the_library_is_taken(server: Server) -> None:
+    keep = offload.LastK(1) | offload.ParametersOnly(offload.EverySteps(2) | offload.BestBy("loss"))
+    with make_optimizer(make_model(), directory=server.url("keep"), keep=keep) as optimizer:
+        train(optimizer, 4, losses={1: 0.1, 2: 1, 3: 2, 4: 3})
+        train(optimizer, 1, losses={5: 4})
+        kept = {one.step: one.parameters_only for one in optimizer.checkpoints()}
+    assert kept == {1: True, 2: True, 4: True, 5: False}
 
 
 def test_a_second_client_of_a_run(server: Server) -> None:
