@@ -77,6 +77,10 @@ class NearEngine(Engine):
         stored = describe_model(model, groups, trainables)
         self._tensors = [_sendable(item) for item in stored]
         self._numbers = {id(tensor): n for n, tensor in enumerate(self._tensors)}
+        self._agreed = [
+            (i.key, t.dtype, t.shape) for i, t in zip(stored, self._tensors, strict=True)
+        ]
+        self._members = _members(groups)
         terms = Terms(
             run=place.run,
             optimizer=rule.optimizer_class.__name__,
@@ -118,17 +122,14 @@ class NearEngine(Engine):
 
     def step(self, groups: Groups) -> None:
         """Send gradients to the server, and receive the new parameters."""
-        self._require_known(groups)
-        have = [
-            self._numbers[id(p)] for group in groups for p in group["params"] if p.grad is not None
-        ]
-        for number in have:
-            gradient = self._tensors[number].grad
-            if gradient is None or gradient.dtype != self._tensors[number].dtype:
-                raise UnsupportedParameterError(
-                    "a gradient has another dtype than its parameter, which no server takes: cast "
-                    "it, or use a directory of this machine"
-                )
+        self._require_agreed(groups)
+        stepped = [p for group in groups for p in group["params"] if p.grad is not None]
+        if any(p.grad.dtype != p.dtype or p.grad.layout != torch.strided for p in stepped):
+            raise UnsupportedParameterError(
+                "a gradient is sparse, or has another dtype than its parameter, which no server "
+                "takes: convert it, or use a directory of this machine"
+            )
+        have = [self._numbers[id(p)] for p in stepped]
         result = self._link.step(
             encode_groups(groups), have, self._gradient, self.state.gradient_factors
         )
@@ -140,6 +141,7 @@ class NearEngine(Engine):
         """Send train state and edits, and let the server seal its state."""
         encoded = encode(train_state)
         blob = _packed(encoded)
+        self._require_agreed(groups)
         self._link.push()
         result = self._link.call(
             "checkpoint",
@@ -226,7 +228,7 @@ class NearEngine(Engine):
 
     def add_parameters(self, groups: Groups) -> None:
         """Refuse parameters that the server was not told of."""
-        self._require_known(groups)
+        self._require_agreed(groups)
 
     def close(self) -> None:
         """Leave the server. Idempotent.
@@ -253,6 +255,7 @@ class NearEngine(Engine):
 
     def load_reference(self, groups: Groups, reference: Mapping[str, Any]) -> None:
         """Let the server load a reference; parameters stay as they are."""
+        self._require_agreed(groups)
         self._link.push()
         self._take_groups(groups, self._link.call("load_reference", reference=dict(reference)))
 
@@ -297,12 +300,19 @@ class NearEngine(Engine):
             ):
                 group.update(given)
 
-    def _require_known(self, groups: Groups) -> None:
-        if any(id(p) not in self._numbers for group in groups for p in group["params"]):
+    def _require_agreed(self, groups: Groups) -> None:
+        """Refuse what is not as the server was told."""
+        if _members(groups) != self._members:
             raise UnsupportedParameterError(
                 "parameters were added or replaced after the optimizer was made, which no server "
                 "follows: make the optimizer after the change"
             )
+        for tensor, (name, dtype, shape) in zip(self._tensors, self._agreed, strict=True):
+            if tensor.dtype != dtype or tensor.shape != shape:
+                raise UnsupportedParameterError(
+                    f"{name!r} was {dtype} of shape {tuple(shape)} at the optimizer's making, and "
+                    f"is {tensor.dtype} of shape {tuple(tensor.shape)}: make the optimizer after it"
+                )
 
     def _entries(self, model: torch.nn.Module, stored: Sequence[Stored]) -> list[tuple[str, int]]:
         """Return the names and tensors of the model's state dict, in its order."""
@@ -447,6 +457,10 @@ class _Store:
         )
         self.checkpoints: Sequence[Any] = ()
         self.newest = None
+
+
+def _members(groups: Groups) -> list[list[int]]:
+    return [[id(p) for p in group["params"]] for group in groups]
 
 
 def _packed(encoded: EncodedState) -> bytes:
