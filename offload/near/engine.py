@@ -101,11 +101,10 @@ class NearEngine(Engine):
             timeout_s=options.agreement_timeout_s,
         )
         self._link = Link(place, terms, self._memory)
-        self._decided = bool(self._link.welcome["decided"])
-        self._handle: NearSealHandle | None = None
         self._closed = False
         self.has_warned = False
-        self.store: Any = _Store(self)
+        with self._link.understood():
+            self.store: Any = _Store(self)
         self.state: Any = _State()
         self.strategy: Any = _Strategy()
         self.frozen_space: Any = SimpleNamespace(is_due=False)
@@ -118,7 +117,9 @@ class NearEngine(Engine):
     @property
     def position(self) -> Position:
         """Position of the present state, as the server says."""
-        return Position(**self._link.call("position")["position"])
+        result = self._link.call("position")
+        with self._link.understood():
+            return Position(**result["position"])
 
     def step(self, groups: Groups) -> None:
         """Send gradients to the server, and receive the new parameters."""
@@ -149,8 +150,8 @@ class NearEngine(Engine):
             groups=encode_groups(groups),
             metrics=None if metrics is None else dict(metrics),
         )
-        self._handle = NearSealHandle(self._link, self._place, result, encoded)
-        return self._handle
+        with self._link.understood():
+            return NearSealHandle(self._link, self._place, result, encoded)
 
     def fail_checkpoint(self, error: Exception) -> None:
         """Do nothing: no other rank waits."""
@@ -172,13 +173,12 @@ class NearEngine(Engine):
             verify=verify,
             reencode=reencode,
         )
-        self._decided = True
-        found = result["checkpoint"]
-        if found is None:
+        if result["checkpoint"] is None:
             return None
         self._take_groups(groups, result)
         encoded, _ = unpack_encoded(blob, self._place.peer)
-        return NearCheckpoint(self._place, found, encoded)
+        with self._link.understood():
+            return NearCheckpoint(self._place, result["checkpoint"], encoded)
 
     def pin(self, name: str, which: int | str | None, *, require: Callable[[], None]) -> None:  # noqa: D102
         require()
@@ -197,9 +197,9 @@ class NearEngine(Engine):
 
     def stats(self) -> Stats:
         """Return the server's totals."""
-        found = self._link.call("stats")["stats"]
-        names = {field.name for field in fields(Stats)}
-        return Stats(**{name: value for name, value in found.items() if name in names})
+        result, names = self._link.call("stats"), {field.name for field in fields(Stats)}
+        with self._link.understood():
+            return Stats(**{k: v for k, v in result["stats"].items() if k in names})
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -242,16 +242,21 @@ class NearEngine(Engine):
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return the checkpoints of the store, as the server lists them."""
-        return [self._info(one) for one in self._link.call("list")["checkpoints"]]
+        result = self._link.call("list")
+        with self._link.understood():
+            return [self._info(one) for one in result["checkpoints"]]
 
     def pins(self) -> dict[str, str]:
         """Return the path of the checkpoint of each pin, by name."""
-        pins = self._link.call("list")["pins"]
-        return {name: self._here(path) for name, path in pins.items()}
+        result = self._link.call("list")
+        with self._link.understood():
+            return {name: self._here(path) for name, path in result["pins"].items()}
 
     def find(self, wanted: Position) -> CheckpointInfo:
         """Return the checkpoint that a reference names."""
-        return self._info(self._link.call("find", position=asdict(wanted))["checkpoint"])
+        result = self._link.call("find", position=asdict(wanted))
+        with self._link.understood():
+            return self._info(result["checkpoint"])
 
     def load_reference(self, groups: Groups, reference: Mapping[str, Any]) -> None:
         """Let the server load a reference; parameters stay as they are."""
@@ -284,8 +289,8 @@ class NearEngine(Engine):
         """Return the name of a checkpoint as the server knows it."""
         if not isinstance(which, str):
             return which
-        directory = str(self._link.welcome["directories"][0])
-        return f"{directory}/{which.rpartition('/')[2]}"
+        with self._link.understood():
+            return f"{self._link.welcome['directories'][0]}/{which.rpartition('/')[2]}"
 
     def _memory(self, number: int) -> torch.Tensor:
         return self._tensors[number]
@@ -294,11 +299,10 @@ class NearEngine(Engine):
         return self._tensors[number].grad
 
     def _take_groups(self, groups: Groups, result: Result) -> None:
-        if "groups" in result:
-            for group, given in zip(
-                groups, decode_groups(result["groups"], len(groups)), strict=True
-            ):
-                group.update(given)
+        with self._link.understood():
+            found = decode_groups(result.get("groups", encode_groups(groups)), len(groups))
+        for group, given in zip(groups, found, strict=True):
+            group.update(given)
 
     def _require_agreed(self, groups: Groups) -> None:
         """Refuse what is not as the server was told."""
@@ -361,9 +365,12 @@ class NearSealHandle(SealHandle):
             failure.__cause__ = error
             self.fail(failure)
             return
-        if found["done"]:
+        with self._link.understood():
+            if not found["done"]:
+                return
             self.bytes_written, self.seal_s = found["bytes_written"], found["seal_s"]
-            self._future.set_result(NearCheckpoint(self._place, found["checkpoint"], self._encoded))
+            sealed = NearCheckpoint(self._place, found["checkpoint"], self._encoded)
+        self._future.set_result(sealed)
 
 
 class NearCheckpoint(Checkpoint):
@@ -371,29 +378,30 @@ class NearCheckpoint(Checkpoint):
 
     def __init__(self, place: Place, found: Mapping[str, Any], encoded: EncodedState) -> None:
         self.path = f"{place.url}/{str(found['path']).rpartition('/')[2]}"
-        self._found = found
+        self._step, self._generation = int(found["step"]), int(found["generation"])
+        self._created, self._metrics = str(found["created"]), dict(found["metrics"])
         self._encoded = encoded
         self._lock = None
 
     @property
     def step(self) -> int:
         """Number of optimizer steps."""
-        return int(self._found["step"])
+        return self._step
 
     @property
     def generation(self) -> int:
         """Counter of the store."""
-        return int(self._found["generation"])
+        return self._generation
 
     @property
     def created(self) -> str:
         """Time at which the seal began."""
-        return str(self._found["created"])
+        return self._created
 
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the checkpoint."""
-        return dict(self._found["metrics"])
+        return dict(self._metrics)
 
     @property
     def train_state(self) -> Any:

@@ -111,7 +111,7 @@ class Link:
             if frame.kind != Kind.PASS:
                 return self._result(wire, number, frame)
             announced = wire.read_document(frame)
-            with _understood(wire):
+            with self.understood():
                 if "layout" in announced:
                     self._learn(mapping(announced["layout"]))
                 chunks = self._chunks(announced["chunks"])
@@ -163,9 +163,9 @@ class Link:
         with self._talking() as wire:
             number = self._begin(wire, "restore", arguments)
             result = self._result(wire, number)
-            if result["checkpoint"] is None:
-                return result, b""
-            with _understood(wire):
+            with self.understood():
+                if result["checkpoint"] is None:
+                    return result, b""
                 self._learn(mapping(result["layout"]))
                 others, state_bytes = self._others(), count(result["state_bytes"])
                 if items(result["tensors"]) != others:
@@ -189,6 +189,17 @@ class Link:
                 self.call("close")
             finally:
                 self.drop()
+
+    @contextmanager
+    def understood(self) -> Iterator[None]:
+        """Say that a document is none of a server, if something cannot be read from it."""
+        try:
+            yield
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise NearError(
+                f"{self._place.peer} sent a document with {error!r:.200}: it is no offload server "
+                "of this version"
+            ) from error
 
     def drop(self) -> None:
         """End the connection without a word. Never raises."""
@@ -296,7 +307,7 @@ class Link:
         if frame.kind == Kind.ERROR:
             self.raise_error(wire, frame)
         document = wire.read_document(frame)
-        with _understood(wire):
+        with self.understood():
             self.num_steps = count(document.get("num_steps", self.num_steps))
             messages = each(str, document.get("warnings", []))
         for message in messages:
@@ -359,15 +370,6 @@ class Link:
     def _is_other_edited(self, number: int) -> bool:
         known = self._known_others.get(number)
         return known is None or digest_of(read([self._whole(number)], self._memory)) != known
-
-
-@contextmanager
-def _understood(wire: Wire) -> Iterator[None]:
-    """Say that a document is none of a server, if that is why something cannot be read from it."""
-    try:
-        yield
-    except (ValueError, TypeError, LookupError) as error:
-        raise wire.not_ours(f"a document with {error}") from error
 
 
 class _Exchange:

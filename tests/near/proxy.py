@@ -30,6 +30,8 @@ class Proxy:
     def __init__(self, upstream: Path) -> None:
         self._upstream = str(upstream)
         self.rule: Rule = lambda _way, _kind: "pass"
+        self.change: Callable[[Way, bytes, bytes], bytes] = lambda _, head, content: head + content
+        """Returns what arrives in place of the header and the content of a frame that passes."""
         self.frames: list[tuple[Way, bytes]] = []
         """All that has come, in its order."""
         self._lock = threading.Lock()
@@ -84,7 +86,7 @@ class Proxy:
                 if fate == "flip":
                     content = bytes([content[0] ^ 1]) + content[1:]
                 if fate in ("pass", "flip"):
-                    target.sendall(header + content)
+                    target.sendall(self.change(way, header, content))
                 if fate == "truncate":
                     target.sendall(header + content[: len(content) // 2])
                 if fate in ("cut", "truncate"):
