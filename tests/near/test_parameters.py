@@ -235,7 +235,9 @@ def test_an_option_that_needs_the_state_here_is_refused_by_name(
         )
 
 
-def test_calls_that_would_move_the_state_are_refused_and_the_others_work(server: Server) -> None:
+def test_calls_that_would_move_the_state_are_refused_and_the_others_work(
+    server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = Odd()
     with _optimizer(model, server, "calls") as optimizer:
         _plain(model, optimizer, 1)
@@ -256,6 +258,7 @@ def test_calls_that_would_move_the_state_are_refused_and_the_others_work(server:
             found = optimizer.restore(which, discard_newer=True)
             assert found is not None
             assert found.train_state == {"step": 1}
+            assert f"step 1 from {server.url('calls')}/step-" in capfd.readouterr().err
             _plain(model, optimizer, 2)
             optimizer.unpin("first")
             optimizer.checkpoint({"step": 2}).result()
