@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,6 +166,34 @@ def test_a_checkpoint_whose_result_is_lost_is_in_doubt_and_there(
         found = optimizer.restore()
         assert found is not None
         assert found.step == 1
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_ctrl_c_in_a_step_ends_it_and_restore_goes_on(
+    number: int,
+    proxy: Proxy,
+    values: list[dict[str, torch.Tensor]],
+    request: pytest.FixtureRequest,
+) -> None:
+    model = make_model()
+    with make_optimizer(model, proxy.url(_name(request))) as optimizer:
+        train(model, optimizer, 1, 2)
+        optimizer.checkpoint().result()
+        at = after(number, "down", PARAMETER, "lose")
+
+        def rule(way: Way, kind: int) -> Fate:
+            if at(way, kind) == "lose":
+                os.kill(os.getpid(), signal.SIGINT)
+            return "pass"
+
+        proxy.rule = rule
+        with pytest.raises(KeyboardInterrupt):
+            train(model, optimizer, 3, 3)
+        found = optimizer.restore()
+        assert found is not None
+        assert are_same(copied(model), values[2])
+        train(model, optimizer, 3, LAST)
+        assert are_same(copied(model), values[LAST])
 
 
 def test_a_closed_optimizer_does_not_connect_again(
