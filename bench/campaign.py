@@ -120,6 +120,12 @@ CAMPAIGNS: Final = {
             ("bench.tier_rank_kills", *_BENCH),
         ),
     ),
+    "near": Campaign(
+        "a server that updates next to the drives, and its clients, killed",
+        ("tests/near",),
+        {"NEAR_SEED": "SEED"},
+        (("bench.near_kills", "--seed", "SEED", *_BENCH),),
+    ),
     "mutations": Campaign(
         "the library without one of its syncs, locks, digests or orders: a test must notice",
         commands=(("tests.mutation", "--output", "FOLDER/mutations.json"),),

@@ -32,6 +32,7 @@ INTEGRATION: Final = (
     "install/",
     "integrations/",
     "kernel/",
+    "near/",
     "ranks_agreement/test_model.py",
     "ranks_gather/",
     "ranks_store/test_failing_operations.py",
@@ -48,6 +49,9 @@ INTEGRATION: Final = (
 """Files and folders below `tests` whose tests are of the tier `integration`."""
 
 UNIT: Final = (
+    "near/test_cut_connections.py",
+    "near/test_hostile_clients.py",
+    "near/test_parameters.py",
     "ranks_training/test_ddp.py",
     "ranks_training/test_fsdp2.py",
     "ranks_training/test_different_ranks.py::test_what_differs_is_named_by_the_constructor",
@@ -73,6 +77,7 @@ ONE_IN: Final = {
     "exchange/test_exchange_memory.py": NEVER,
     "kernel/test_copies.py::test_a_copy_goes_on_and_the_original_is_untouched": 4,
     "kernel/test_system_calls.py::test_a_system_call_fails_or_never_returns": 4,
+    "near/test_kills.py": 4,
     "numerics/test_memory.py": NEVER,
     "ranks_store/test_many_owners.py::"
     "test_one_process_uses_the_state_of_as_many_owners_as_are_allowed": NEVER,

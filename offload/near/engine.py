@@ -79,6 +79,10 @@ class NearEngine(Engine):
         stored = describe_model(model, groups, trainables)
         self._tensors = [_sendable(item) for item in stored]
         self._numbers = {id(tensor): n for n, tensor in enumerate(self._tensors)}
+        self._agreed = [
+            (i.key, t.dtype, t.shape) for i, t in zip(stored, self._tensors, strict=True)
+        ]
+        self._members = _members(groups)
         terms = Terms(
             run=place.run,
             optimizer=rule.optimizer_class.__name__,
@@ -99,20 +103,19 @@ class NearEngine(Engine):
             timeout_s=options.agreement_timeout_s,
         )
         self._link = Link(place, terms, self._memory)
-        self._decided = bool(self._link.welcome["decided"])
-        self._handle: NearSealHandle | None = None
         self._closed = False
         self.has_warned = False
-        self.store: Any = SimpleNamespace(
-            directory=place.url,
-            directories=(place.url,),
-            store_id=str(self._link.welcome["store"]),
-            keeping=SimpleNamespace(warn_unranked=lambda *_: None),
-            checkpoints=(),
-            newest=None,
-            refused=(),
-            poisoned=False,
-        )
+        with self._link.understood():
+            self.store: Any = SimpleNamespace(
+                directory=place.url,
+                directories=(place.url,),
+                store_id=str(self._link.welcome["store"]),
+                keeping=SimpleNamespace(warn_unranked=lambda *_: None),
+                checkpoints=(),
+                newest=None,
+                refused=(),
+                poisoned=False,
+            )
         self.state: Any = _State()
         self._forward: NearForward | None = None
         if options.overlap == "forward" and model is not None:
@@ -131,21 +134,21 @@ class NearEngine(Engine):
     @property
     def position(self) -> Position:
         """Position of the present state, as the server says."""
-        return Position(**self._link.call("position")["position"])
+        result = self._link.call("position")
+        with self._link.understood():
+            return Position(**result["position"])
 
     def step(self, groups: Groups) -> None:
         """Send gradients to the server, and receive the new parameters; or begin to."""
         self.join()
-        self._require_known(groups)
-        gradients = {
-            id(p): p.grad for group in groups for p in group["params"] if p.grad is not None
-        }
-        for number, tensor in enumerate(self._tensors):
-            if id(tensor) in gradients and gradients[id(tensor)].dtype != tensor.dtype:
-                raise UnsupportedParameterError(
-                    f"the gradient of tensor {number} has another dtype than its parameter, which "
-                    "no server takes: cast it, or use a directory of this machine"
-                )
+        self._require_agreed(groups)
+        stepped = [p for group in groups for p in group["params"] if p.grad is not None]
+        if any(p.grad.dtype != p.dtype or p.grad.layout != torch.strided for p in stepped):
+            raise UnsupportedParameterError(
+                "a gradient is sparse, or has another dtype than its parameter, which no server "
+                "takes: convert it, or use a directory of this machine"
+            )
+        gradients = {id(p): p.grad for p in stepped}
         if self._forward is None:
             self._exchange(groups, gradients)(None, lambda _: None)
         else:
@@ -175,7 +178,8 @@ class NearEngine(Engine):
         self, groups: Groups, sent: Sequence[Mapping[str, Any]], result: Result
     ) -> None:
         """Take the hyper-parameters that the class has changed; the program may change others."""
-        after = encode_groups(decode_groups(result["groups"], len(groups)))
+        with self._link.understood():
+            after = encode_groups(decode_groups(result["groups"], len(groups)))
         for group, before, now in zip(groups, sent, after, strict=True):
             changed = {key: value for key, value in now.items() if before.get(key) != value}
             group.update(decode_group(changed))
@@ -187,6 +191,7 @@ class NearEngine(Engine):
         encoded = encode(train_state)
         self.join()
         blob = packed(encoded)
+        self._require_agreed(groups)
         self._link.push()
         result = self._link.call(
             "checkpoint",
@@ -194,8 +199,8 @@ class NearEngine(Engine):
             groups=encode_groups(groups),
             metrics=None if metrics is None else dict(metrics),
         )
-        self._handle = NearSealHandle(self._link, self._place, result, encoded)
-        return self._handle
+        with self._link.understood():
+            return NearSealHandle(self._link, self._place, result, encoded)
 
     def fail_checkpoint(self, error: Exception) -> None:
         """Do nothing: no other rank waits."""
@@ -218,13 +223,12 @@ class NearEngine(Engine):
             verify=verify,
             reencode=reencode,
         )
-        self._decided = True
-        found = result["checkpoint"]
-        if found is None:
+        if result["checkpoint"] is None:
             return None
         self._take_groups(groups, result)
         encoded, _ = unpack_encoded(blob, self._place.peer)
-        return NearCheckpoint(self._place, found, encoded)
+        with self._link.understood():
+            return NearCheckpoint(self._place, result["checkpoint"], encoded)
 
     def pin(self, name: str, which: int | str | None, *, require: Callable[[], None]) -> None:  # noqa: D102
         require()
@@ -245,9 +249,9 @@ class NearEngine(Engine):
     def stats(self) -> Stats:
         """Return the server's totals, and the bytes that have crossed to it and from it."""
         self.join()
-        found = self._link.call("stats")["stats"]
-        names = {field.name for field in fields(Stats)}
-        totals = Stats(**{name: value for name, value in found.items() if name in names})
+        result, names = self._link.call("stats"), {field.name for field in fields(Stats)}
+        with self._link.understood():
+            totals = Stats(**{k: v for k, v in result["stats"].items() if k in names})
         sent, received = self.traffic
         return replace(totals, to_server_bytes=sent, from_server_bytes=received)
 
@@ -287,7 +291,7 @@ class NearEngine(Engine):
 
     def add_parameters(self, groups: Groups) -> None:
         """Refuse parameters that the server was not told of."""
-        self._require_known(groups)
+        self._require_agreed(groups)
 
     def close(self) -> None:
         """Leave the server. Idempotent.
@@ -312,19 +316,25 @@ class NearEngine(Engine):
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return the checkpoints of the store, as the server lists them."""
-        return [self._info(one) for one in self._link.call("list")["checkpoints"]]
+        result = self._link.call("list")
+        with self._link.understood():
+            return [self._info(one) for one in result["checkpoints"]]
 
     def pins(self) -> dict[str, str]:
         """Return the path of the checkpoint of each pin, by name."""
-        pins = self._link.call("list")["pins"]
-        return {name: self._here(path) for name, path in pins.items()}
+        result = self._link.call("list")
+        with self._link.understood():
+            return {name: self._here(path) for name, path in result["pins"].items()}
 
     def find(self, wanted: Position) -> CheckpointInfo:
         """Return the checkpoint that a reference names."""
-        return self._info(self._link.call("find", position=asdict(wanted))["checkpoint"])
+        result = self._link.call("find", position=asdict(wanted))
+        with self._link.understood():
+            return self._info(result["checkpoint"])
 
     def load_reference(self, groups: Groups, reference: Mapping[str, Any]) -> None:
         """Let the server load a reference; parameters stay as they are."""
+        self._require_agreed(groups)
         self._link.push()
         self._take_groups(groups, self._link.call("load_reference", reference=dict(reference)))
 
@@ -353,25 +363,31 @@ class NearEngine(Engine):
         """Return the name of a checkpoint as the server knows it."""
         if not isinstance(which, str):
             return which
-        directory = str(self._link.welcome["directories"][0])
-        return f"{directory}/{which.rpartition('/')[2]}"
+        with self._link.understood():
+            return f"{self._link.welcome['directories'][0]}/{which.rpartition('/')[2]}"
 
     def _memory(self, number: int) -> torch.Tensor:
         return self._tensors[number]
 
     def _take_groups(self, groups: Groups, result: Result) -> None:
-        if "groups" in result:
-            for group, given in zip(
-                groups, decode_groups(result["groups"], len(groups)), strict=True
-            ):
-                group.update(given)
+        with self._link.understood():
+            found = decode_groups(result.get("groups", encode_groups(groups)), len(groups))
+        for group, given in zip(groups, found, strict=True):
+            group.update(given)
 
-    def _require_known(self, groups: Groups) -> None:
-        if any(id(p) not in self._numbers for group in groups for p in group["params"]):
+    def _require_agreed(self, groups: Groups) -> None:
+        """Refuse what is not as the server was told."""
+        if _members(groups) != self._members:
             raise UnsupportedParameterError(
                 "parameters were added or replaced after the optimizer was made, which no server "
                 "follows: make the optimizer after the change"
             )
+        for tensor, (name, dtype, shape) in zip(self._tensors, self._agreed, strict=True):
+            if tensor.dtype != dtype or tensor.shape != shape:
+                raise UnsupportedParameterError(
+                    f"{name!r} was {dtype} of shape {tuple(shape)} at the optimizer's making, and "
+                    f"is {tensor.dtype} of shape {tuple(tensor.shape)}: make the optimizer after it"
+                )
 
     def _entries(self, model: torch.nn.Module, stored: Sequence[Stored]) -> list[tuple[str, int]]:
         """Return the names and tensors of the model's state dict, in its order."""
@@ -399,6 +415,10 @@ class _State:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def _members(groups: Groups) -> list[list[int]]:
+    return [[id(p) for p in group["params"]] for group in groups]
 
 
 def _tensor_terms(tensor: torch.Tensor) -> TensorTerms:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from gds.waiting import start
 from offload.errors import NearError
-from offload.format._manifest_fields import count, each, mapping
+from offload.format._manifest_fields import count, each, items, mapping
 from offload.near.chunks import ChunkParts, Part
 from offload.near.errors_sent import decode_error
 from offload.near.live import Memory, Received, read
@@ -57,6 +58,9 @@ class Link:
         self.bytes_received = 0
         self.welcome: Result = {}
         self._wire: Wire | None = None
+        self._is_closed = False
+        self._in_call = False
+        """Whether frames of a call are on their way."""
         self._connect()
 
     def call(self, call: str, *, blob: bytes | None = None, **arguments: Any) -> Result:
@@ -71,8 +75,9 @@ class Link:
             NearError: The server is lost.
             OffloadError: The error of the call on the server.
         """
-        with self._lock:
-            wire = self._connected()
+        with self._talking() as wire:
+            if call == "checkpoint":  # a server that is started anew must not give it up
+                self._terms = replace(self._terms, fresh=False)
             number = self._begin(wire, call, arguments)
             if blob is not None:
                 wire.send(Kind.BLOB, number, [blob])
@@ -103,8 +108,8 @@ class Link:
             NearError: The server is lost, and the step may be half taken.
             OffloadError: The error of the step on the server.
         """
-        with self._lock:
-            wire, expected = self._connected(), self.num_steps + 1
+        with self._talking() as wire:
+            expected = self.num_steps + 1
             arguments = {
                 "groups": list(groups),
                 "have": list(have),
@@ -116,16 +121,18 @@ class Link:
             if frame.kind != Kind.PASS:
                 return self._result(wire, number, frame)
             announced = wire.read_document(frame)
-            if "layout" in announced:
-                self._learn(mapping(announced["layout"]))
-            exchange = _Exchange(self, wire, number, each(count, announced["chunks"]), {*have})
+            with self.understood():
+                if "layout" in announced:
+                    self._learn(mapping(announced["layout"]))
+                chunks = self._chunks(announced["chunks"])
+            exchange = _Exchange(self, wire, number, chunks, {*have})
             try:
                 exchange.run(gradients, updated)
                 return self._result(wire, number)
             except NearError:
                 if not exchange.all_sent:
                     raise
-                return self._come_back(expected)
+                return self._come_back(expected, exchange.missing)
 
     def push(self) -> None:
         """Send what has been edited here since the server has sent it.
@@ -133,8 +140,8 @@ class Link:
         Raises:
             NearError: The server is lost.
         """
-        with self._lock:
-            wire, parts = self._connected(), self.parts
+        with self._talking() as wire:
+            parts = self.parts
             chunks: list[int] = []
             if parts is not None:
                 chunks = [c for c in range(parts.num_chunks) if self._is_edited(parts.of(c), c)]
@@ -154,30 +161,55 @@ class Link:
     def restore(self, **arguments: Any) -> tuple[Result, bytes]:
         """Restore a checkpoint on the server; receive its values, and return its train state.
 
+        A connection that was lost is made anew.
+
         Raises:
             NearError: The server is lost.
             OffloadError: The error of `restore` on the server.
         """
         with self._lock:
-            wire = self._connected()
+            if self._wire is None and not self._is_closed:
+                self._connect()
+        with self._talking() as wire:
             number = self._begin(wire, "restore", arguments)
             result = self._result(wire, number)
-            if result["checkpoint"] is None:
-                return result, b""
-            self._receive_values(wire, number, result)
-            return result, wire.read(
-                wire.receive((Kind.BLOB,), number), count(result["state_bytes"])
-            )
+            with self.understood():
+                if result["checkpoint"] is None:
+                    return result, b""
+                self._learn(mapping(result["layout"]))
+                others, state_bytes = self._others(), count(result["state_bytes"])
+                if items(result["tensors"]) != others:
+                    raise ValueError("tensors that are not there")
+            self._receive_chunks(wire, number, range(self._known_parts().num_chunks))
+            for other in others:
+                frame = wire.receive((Kind.TENSOR,), number)
+                received = Received([self._whole(other)], self._memory)
+                wire.read_into(frame, received.views)
+                received.store()
+                self._known_others[other] = frame.digest
+            return result, wire.read(wire.receive((Kind.BLOB,), number), state_bytes)
 
     def close(self) -> None:
         """Leave the server in order, which closes the store. Idempotent."""
         with self._lock:
+            self._is_closed = True
             if self._wire is None:
                 return
             try:
                 self.call("close")
             finally:
                 self.drop()
+
+    @contextmanager
+    def understood(self) -> Iterator[None]:
+        """Say that a document is none of a server, if something cannot be read from it."""
+        try:
+            yield
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise NearError(
+                f"{self._place.peer} sent a document with {error!r:.200}: it is no offload server "
+                "of this version"
+            ) from error
 
     def drop(self) -> None:
         """End the connection without a word. Never raises."""
@@ -224,96 +256,106 @@ class Link:
         self._known[chunk] = frame.digest
 
     def raise_error(self, wire: Wire, frame: Frame) -> None:
-        """Raise the error that the server has sent."""
-        raise decode_error(wire.read_document(frame), wire.peer)
+        """Raise the error that the server has sent, which ends the call in order."""
+        document = wire.read_document(frame)
+        self._in_call = False
+        raise decode_error(document, wire.peer)
 
     def _connect(self) -> None:
-        """Connect, and say hello; `welcome` is the server's answer."""
-        place = self._place
+        """Connect, and say hello; `welcome` is the server's answer.
+
+        Nothing is known of what the server has, unless it says later on.
+        """
+        place, before = self._place, self._secret
         wire = Wire(place.connect(), place.peer, self._terms.timeout_s)
         try:
-            hello = {
-                "terms": encode_terms(self._terms),
-                "token": token_for(place),
-                "secret": self._secret,
-            }
+            hello = {"token": token_for(place), "secret": before}
             wire.send_document(Kind.HELLO, 0, hello)
+            self._result(wire, 0)
+            wire.send_document(Kind.HELLO, 0, encode_terms(self._terms))
             self.welcome = self._result(wire, 0)
-            self._secret = str(self.welcome["secret"])
+            self._secret = str(self.welcome.get("secret"))
         except BaseException:
             wire.close()
             raise
+        if self._secret != before:
+            self.parts = None
+        self._known.clear()
+        self._known_others.clear()
         self._wire = wire
+
+    @contextmanager
+    def _talking(self) -> Iterator[Wire]:
+        """Yield the connection, for one call; end it if the call is broken off."""
+        with self._lock:
+            wire = self._connected()
+            try:
+                yield wire
+            except BaseException:
+                if self._in_call:
+                    self.drop()
+                raise
+            finally:
+                self._in_call = False
 
     def _connected(self) -> Wire:
         """Return the connection."""
         if self._wire is None:
-            raise NearError(f"{self._place.peer} was lost, or the optimizer is closed")
+            why = "the optimizer is closed" if self._is_closed else "restore() connects again"
+            raise NearError(f"there is no connection to {self._place.peer}: {why}")
         return self._wire
 
     def _begin(self, wire: Wire, name: str, arguments: Mapping[str, Any]) -> int:
         self._number += 1
-        try:
-            wire.send_document(Kind.CALL, self._number, {"call": name, **arguments})
-        except NearError:
-            self.drop()
-            raise
+        self._in_call = True
+        wire.send_document(Kind.CALL, self._number, {"call": name, **arguments})
         return self._number
 
     def _result(self, wire: Wire, number: int, frame: Frame | None = None) -> Result:
         """Return the result of a call, or raise its error, and repeat the server's warnings."""
-        try:
-            frame = frame or wire.receive((Kind.RESULT, Kind.ERROR), number)
-            document = wire.read_document(frame)
-        except NearError:
-            self.drop()
-            raise
+        frame = frame or wire.receive((Kind.RESULT, Kind.ERROR), number)
         if frame.kind == Kind.ERROR:
-            raise decode_error(document, wire.peer)
-        self.num_steps = count(document["num_steps"])
-        for message in document.get("warnings", ()):
-            warnings.warn(str(message), RuntimeWarning, stacklevel=5)
+            self.raise_error(wire, frame)
+        document = wire.read_document(frame)
+        with self.understood():
+            self.num_steps = count(document.get("num_steps", self.num_steps))
+            messages = each(str, document.get("warnings", []))
+        for message in messages:
+            warnings.warn(message, RuntimeWarning, stacklevel=5)
         return document
 
-    def _come_back(self, expected: int) -> Result:
-        """Connect again after a loss, and receive what a step has computed.
+    def _come_back(self, expected: int, chunks: Sequence[int]) -> Result:
+        """Connect again after a loss, and receive what a step has computed of some chunks.
 
         Raises:
             NearError: The server has not taken the step, or is not there.
         """
         self.drop()
+        before, self._in_call = self._secret, False
         self._connect()
         wire = self._connected()
-        if self.num_steps != expected:
+        if self._secret != before or self.num_steps != expected:
             raise NearError(
                 f"{wire.peer} was lost in step {expected}, which it has not taken: call restore()"
             )
-        number = self._begin(wire, "parameters", {})
+        number = self._begin(wire, "parameters", {"chunks": list(chunks)})
         result = self._result(wire, number)
-        self._receive_values(wire, number, result)
+        self._receive_chunks(wire, number, chunks)
         return result
 
-    def _receive_values(self, wire: Wire, number: int, result: Result) -> None:
-        """Receive all values of the model."""
-        self._learn(mapping(result["layout"]))
-        try:
-            for chunk in range(self._known_parts().num_chunks):
-                frame = wire.receive((Kind.PARAMETER,), number)
-                self.receive_parameters(wire, frame, chunk)
-            for other in each(count, result["tensors"]):
-                frame = wire.receive((Kind.TENSOR,), number)
-                received = Received([self._whole(other)], self._memory)
-                wire.read_into(frame, received.views)
-                received.store()
-                self._known_others[other] = frame.digest
-        except BaseException:
-            self.drop()
-            raise
+    def _receive_chunks(self, wire: Wire, number: int, chunks: Sequence[int]) -> None:
+        for chunk in chunks:
+            self.receive_parameters(wire, wire.receive((Kind.PARAMETER,), number), chunk)
 
     def _learn(self, document: Mapping[str, Any]) -> None:
-        layout, numbers = decode_layout(document)
-        self.parts = ChunkParts(layout, numbers)
+        self.parts = ChunkParts(*decode_layout(document, self._terms.tensors))
         self._known.clear()
+
+    def _chunks(self, value: object) -> tuple[int, ...]:
+        found = each(count, value)
+        if len({*found}) != len(found) or not {*found} <= {*range(self._known_parts().num_chunks)}:
+            raise ValueError("chunks that are not there")
+        return found
 
     def _known_parts(self) -> ChunkParts:
         if self.parts is None:
@@ -349,6 +391,8 @@ class _Exchange:
         self._link, self._wire, self._number = link, wire, number
         self._chunks = chunks
         self._have = have
+        self.missing = [c for c in chunks if link._known_parts().of(c, have)]
+        """Chunks whose new parameters have not been received."""
         self._stop = threading.Event()
         self._errors: list[BaseException] = []
         self.all_sent = False
@@ -362,25 +406,23 @@ class _Exchange:
             OffloadError: The error of the step on the server.
         """
         link, wire = self._link, self._wire
-        parts = link._known_parts()
         thread = threading.Thread(target=self._send, args=(gradients,), name="offload-near")
         start(thread)
         try:
             for chunk in self._chunks:
-                if not parts.of(chunk, self._have):
-                    updated(chunk)
-                    continue
-                frame = wire.receive((Kind.PARAMETER, Kind.ERROR), self._number)
-                if frame.kind == Kind.ERROR:
-                    link.raise_error(wire, frame)
-                link.receive_parameters(wire, frame, chunk)
+                if chunk in self.missing[:1]:
+                    frame = wire.receive((Kind.PARAMETER, Kind.ERROR), self._number)
+                    if frame.kind == Kind.ERROR:
+                        link.raise_error(wire, frame)
+                    link.receive_parameters(wire, frame, chunk)
+                    del self.missing[0]
                 updated(chunk)
+            thread.join()  # chunks without a gradient may follow
         except NearError as error:
             wire.shut()  # the other thread may be sending
             thread.join()
             if self._errors and not isinstance(self._errors[0], NearError):
                 raise self._errors[0] from error
-            link.drop()
             raise
         finally:
             self._stop.set()

@@ -18,7 +18,8 @@ def read(parts: Sequence[Part], memory: Memory) -> list[memoryview]:
     Raises:
         LookupError: There is no tensor with a number.
     """
-    return [_part(part, memory).cpu().view(torch.uint8).numpy().data for part in parts]
+    found = (_part(part, memory).cpu().contiguous() for part in parts)
+    return [part.view(torch.uint8).numpy().data for part in found]
 
 
 class Received:

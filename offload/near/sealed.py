@@ -58,9 +58,12 @@ class NearSealHandle(SealHandle):
             failure.__cause__ = error
             self.fail(failure)
             return
-        if found["done"]:
+        with self._link.understood():
+            if not found["done"]:
+                return
             self.bytes_written, self.seal_s = found["bytes_written"], found["seal_s"]
-            self._future.set_result(NearCheckpoint(self._place, found["checkpoint"], self._encoded))
+            sealed = NearCheckpoint(self._place, found["checkpoint"], self._encoded)
+        self._future.set_result(sealed)
 
 
 class NearCheckpoint(Checkpoint):
@@ -68,29 +71,30 @@ class NearCheckpoint(Checkpoint):
 
     def __init__(self, place: Place, found: Mapping[str, Any], encoded: EncodedState) -> None:
         self.path = f"{place.url}/{str(found['path']).rpartition('/')[2]}"
-        self._found = found
+        self._step, self._generation = int(found["step"]), int(found["generation"])
+        self._created, self._metrics = str(found["created"]), dict(found["metrics"])
         self._encoded = encoded
         self._lock = None
 
     @property
     def step(self) -> int:
         """Number of optimizer steps."""
-        return int(self._found["step"])
+        return self._step
 
     @property
     def generation(self) -> int:
         """Counter of the store."""
-        return int(self._found["generation"])
+        return self._generation
 
     @property
     def created(self) -> str:
         """Time at which the seal began."""
-        return str(self._found["created"])
+        return self._created
 
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the checkpoint."""
-        return dict(self._found["metrics"])
+        return dict(self._metrics)
 
     @property
     def train_state(self) -> Any:

@@ -6,6 +6,7 @@ module lists, and hyper-parameters are encoded as in a manifest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -27,6 +28,7 @@ from offload.format._manifest_fields import (
     text,
 )
 from offload.format.layout import Layout, ParameterSpec
+from offload.format.strict_json import short
 from offload.near.place import run_name
 from offload.options import DriveTuning, Options
 from offload.retention.policy import (
@@ -68,6 +70,8 @@ _SENT_OPTIONS: Final = (
 _SENT_DRIVES: Final = ("threads", "request_bytes", "shares", "direct", "calibrate")
 
 _MAX_SECONDS = 1e6
+_MAX_DIMS = 64
+_MAX_ELEMENTS = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,20 +197,28 @@ def encode_layout(layout: Layout, numbers: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def decode_layout(document: Mapping[str, Any]) -> tuple[Layout, list[int]]:
+def decode_layout(
+    document: Mapping[str, Any], tensors: Sequence[TensorTerms]
+) -> tuple[Layout, list[int]]:
     """Return a layout with the same chunks, and the number of each of its parameters' tensors.
 
+    Args:
+        document: What `encode_layout` returns.
+        tensors: Those that the layout must be of.
+
     Raises:
-        ValueError, TypeError, KeyError: The document is none that `encode_layout` returns.
+        ValueError, TypeError, LookupError: The document is none of these tensors.
     """
     numbers, specs = [], []
     for number, code, sizes, arrays in each(items, document["parameters"]):
         numbers.append(count(number))
+        if (dtype(code), shape(sizes)) != (tensors[number].dtype, tensors[number].shape):
+            raise ValueError(f"tensor {number} in another shape")
         specs.append(ParameterSpec(str(number), dtype(code), shape(sizes), 0, names(arrays)))
-    layout = Layout(
-        tuple(specs), (), count(document["chunk_elements"]), text(document["state_dtype"])
-    )
-    return layout, numbers
+    chunk_elements = count(document["chunk_elements"])
+    if len({*numbers}) != len(numbers) or chunk_elements < 1024 or chunk_elements % 1024:
+        raise ValueError("chunks that no store has")
+    return Layout(tuple(specs), (), chunk_elements, text(document["state_dtype"])), numbers
 
 
 def encode_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -224,6 +236,8 @@ def decode_groups(value: object, expected: int) -> list[dict[str, Any]]:
 
 def _tensor(value: object) -> TensorTerms:
     code, sizes, is_parameter, requires_grad = items(value)
+    if len(shape(sizes)) > _MAX_DIMS or math.prod(sizes) > _MAX_ELEMENTS:
+        raise ValueError(f"no tensor has the shape {short(sizes)}")
     return TensorTerms(dtype(code), shape(sizes), _boolean(is_parameter), _boolean(requires_grad))
 
 

@@ -11,6 +11,7 @@ Nothing here is encrypted, and a digest finds damage, not forgery.
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
 import threading
@@ -28,17 +29,19 @@ from offload.format.strict_json import parse_json
 _MAGIC: Final = b"OFN1"
 """Magic, with the version of the protocol. The two sides must be of the same version."""
 
-_HEADER: Final = struct.Struct("<4sB3xQIIQ")
+_HEADER: Final = struct.Struct("<4sB3xIIQQ")
 
 MAX_DOCUMENT_BYTES: Final = 64 << 20
 """Largest document: that of a model with some hundred thousand parameters."""
 
 MAX_VALUES: Final = 2_000_000
 
+_PIECE_BYTES: Final = 1 << 20
+
 _MAX_PARTS: Final = 512
 """Most buffers of one system call; the kernel takes up to 1,024."""
 
-Bytes: TypeAlias = bytes | memoryview
+Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
 class Kind(IntEnum):
@@ -182,13 +185,13 @@ class Wire:
             self._fill([memoryview(header)])
             magic, code, found, index, nbytes, digest = _HEADER.unpack(header)
             if magic != _MAGIC:
-                raise self._not_ours(f"{bytes(magic)!r} instead of {_MAGIC!r}")
+                raise self.not_ours(f"{bytes(magic)!r} instead of {_MAGIC!r}")
             if code == Kind.ALIVE and nbytes == 0:
                 continue
             if code not in expected:
-                raise self._not_ours(f"a frame of kind {code} instead of {sorted(expected)}")
+                raise self.not_ours(f"a frame of kind {code} instead of {sorted(expected)}")
             if number is not None and found != number:
-                raise self._not_ours(f"a frame of call {found} instead of {number}")
+                raise self.not_ours(f"a frame of call {found} instead of {number}")
             return Frame(Kind(code), found, index, nbytes, digest)
 
     def read_into(self, frame: Frame, parts: Sequence[memoryview]) -> None:
@@ -199,8 +202,11 @@ class Wire:
         """
         nbytes = sum(len(part) for part in parts)
         if frame.nbytes != nbytes:
-            raise self._not_ours(f"{frame.nbytes} bytes of {frame.kind.name}, expected {nbytes}")
+            raise self.not_ours(f"{frame.nbytes} bytes of {frame.kind.name}, expected {nbytes}")
         self._fill(parts)
+        self._require_whole(frame, parts)
+
+    def _require_whole(self, frame: Frame, parts: Sequence[Bytes]) -> None:
         if digest_of(parts) != frame.digest:
             raise NearError(f"data from {self.peer} arrived changed: restore() continues")
 
@@ -211,31 +217,35 @@ class Wire:
             NearError: The other end is lost, or the content is longer, or was changed.
         """
         if frame.nbytes > most_bytes:
-            raise self._not_ours(f"{frame.nbytes} bytes, at most {most_bytes} were expected")
-        content = bytearray(frame.nbytes)
-        self.read_into(frame, [memoryview(content)])
+            raise self.not_ours(f"{frame.nbytes} bytes, at most {most_bytes} were expected")
+        content = bytearray()
+        while len(content) < frame.nbytes:  # memory is taken for what arrives, not for what may
+            piece = bytearray(min(frame.nbytes - len(content), _PIECE_BYTES))
+            self._fill([memoryview(piece)])
+            content += piece
+        self._require_whole(frame, [content])
         return bytes(content)
 
     def skip(self, frame: Frame) -> None:
         """Read the content of a frame, and forget it."""
-        left, scratch = frame.nbytes, bytearray(min(frame.nbytes, 1 << 20))
+        left, scratch = frame.nbytes, bytearray(min(frame.nbytes, _PIECE_BYTES))
         while left:
             part = memoryview(scratch)[: min(left, len(scratch))]
             self._fill([part])
             left -= len(part)
 
-    def read_document(self, frame: Frame) -> dict[str, Any]:
-        """Return the content of a frame as a document.
+    def read_document(self, frame: Frame, most_bytes: int = MAX_DOCUMENT_BYTES) -> dict[str, Any]:
+        """Return the content of a frame of at most some bytes as a document.
 
         Raises:
             NearError: The other end is lost, or the content is not a document.
         """
         try:
-            found = parse_json(self.read(frame, MAX_DOCUMENT_BYTES), max_values=MAX_VALUES)
+            found = parse_json(self.read(frame, most_bytes), max_values=MAX_VALUES)
         except ValueError as error:
-            raise self._not_ours(str(error)) from None
+            raise self.not_ours(str(error)) from None
         if not isinstance(found, dict):
-            raise self._not_ours("a document that is no object")
+            raise self.not_ours("a document that is no object")
         return found
 
     def alive(self, number: int) -> None:
@@ -247,6 +257,15 @@ class Wire:
                     self._send_all([memoryview(header)])
             finally:
                 self._sending.release()
+
+    def is_gone(self) -> bool:
+        """Return whether the other end has closed the connection, or is dead."""
+        try:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLRDHUP)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):
+            return True  # closed here
 
     def shut(self) -> None:
         """End the connection, so that a thread that waits for it goes on. Never raises."""
@@ -295,7 +314,8 @@ class Wire:
             reason = error.strerror or str(error)
             raise NearError(f"could not {what} {self.peer}: {reason}") from error
 
-    def _not_ours(self, what: str) -> NearError:
+    def not_ours(self, what: str) -> NearError:
+        """Return the error that says what the other end has sent, which nobody sends."""
         return NearError(
             f"{self.peer} sent {what}: it is not an offload server or client of this version"
         )

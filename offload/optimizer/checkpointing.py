@@ -22,6 +22,7 @@ from offload.errors import CheckpointNotFoundError
 from offload.format.metrics import take_metrics
 from offload.format.train_state import require_state
 from offload.journal import say
+from offload.near.place import is_remote
 from offload.optimizer.store_owner import StoreOwner
 from offload.record.recorder import Recorder
 
@@ -332,7 +333,7 @@ def say_resumed(engine: Engine, step: int, path: str) -> None:
 
 def _as_typed(path: str) -> str:
     """Return a path as people type it: relative if it is below the current directory."""
-    if "://" in path:
+    if is_remote(path):
         return path
     with suppress(OSError, ValueError):  # the current directory may be gone
         relative = os.path.relpath(path)

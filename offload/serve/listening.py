@@ -11,12 +11,14 @@ import stat
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from offload.errors import NearError, StoreError
 from offload.near.place import PORT
 from offload.serve.server import Server
 from offload.serve.session import note_warning
+
+_PROBE_S: Final = 5.0
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
@@ -27,17 +29,16 @@ def listen(address: str) -> tuple[socket.socket, str]:
             host is that of this machine only.
 
     Raises:
-        NearError: The address cannot be listened on.
-        ValueError: It is not an address.
+        NearError: The address is none, or cannot be listened on.
     """
     kind, _, path = address.partition(":")
     if kind == "unix":
         if not path:
-            raise ValueError("unix: names no socket file: write unix:/run/offload.sock")
+            raise NearError("unix: names no socket file: write unix:/run/offload.sock")
         return _listen_on_file(os.path.abspath(path))
     host, _, port = address.rpartition(":")
     if not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{address!r} is no address: write unix:PATH, or HOST:PORT as in :{PORT}")
+        raise NearError(f"{address!r} is no address: write unix:PATH, or HOST:PORT as in :{PORT}")
     host = host.strip("[]") or "127.0.0.1"
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -84,10 +85,10 @@ def run_server(
     try:
         server.serve()
     finally:
-        server.close()
         if listener.family == socket.AF_UNIX:
-            with suppress(OSError):
-                os.unlink(_name_of(listener))
+            with suppress(OSError):  # now, while no other server can have one of this name
+                os.unlink(listener.getsockname())
+        server.close()
 
 
 def _listen_on_file(path: str) -> tuple[socket.socket, str]:
@@ -99,7 +100,7 @@ def _listen_on_file(path: str) -> tuple[socket.socket, str]:
             found.bind(path)
         finally:
             os.umask(before)
-        found.listen(16)
+        found.listen()
     except OSError as error:
         found.close()
         raise NearError(f"cannot listen on {path}: {error.strerror or error}") from error
@@ -112,16 +113,11 @@ def _remove_dead(path: str) -> None:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(_PROBE_S)
             try:
                 probe.connect(path)
             except ConnectionRefusedError:
                 os.unlink(path)
-
-
-def _name_of(listener: socket.socket) -> str:
-    with suppress(OSError):
-        return str(listener.getsockname())
-    return ""
 
 
 def require_directories(directories: Sequence[str]) -> None:

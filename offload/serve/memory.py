@@ -8,6 +8,7 @@ back are gone, after the step has used them.
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 from collections.abc import Iterable, Sequence
@@ -41,7 +42,7 @@ class TensorMemory:
         at = 0
         for dtype, shape in tensors:
             self._starts.append(at)
-            nbytes = int(np.prod(shape, dtype=np.int64)) * DTYPE_BYTES[dtype]
+            nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
             at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self._nbytes = max(-(-at // mmap.PAGESIZE), 1) * mmap.PAGESIZE
         if directory is None:
@@ -53,7 +54,7 @@ class TensorMemory:
         """Bytes of each tensor."""
         self.tensors: list[torch.Tensor] = []
         for (dtype, shape), start in zip(tensors, self._starts, strict=True):
-            nbytes = int(np.prod(shape, dtype=np.int64)) * DTYPE_BYTES[dtype]
+            nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
             found = everything[start : start + nbytes]
             self.bytes.append(found.data)
             self.tensors.append(torch.from_numpy(found).view(DTYPES[dtype]).view(shape))
@@ -89,6 +90,9 @@ def _map_file(directory: str, nbytes: int) -> mmap.mmap:
     except OSError as error:
         raise StorageError(error.errno or errno.EIO, what, directory) from error
     try:
+        found = os.fstatvfs(descriptor)
+        if nbytes > found.f_bavail * found.f_frsize:  # what others write meanwhile must not fail
+            raise OSError(errno.ENOSPC, what)
         # A page without space on the drive would end the process when it is written.
         os.posix_fallocate(descriptor, 0, nbytes)
         return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)

@@ -59,15 +59,12 @@ def _module(entries: Sequence[tuple[str, int]], tensors: Sequence[torch.Tensor])
     for name, number in entries:
         *path, last = name.split(".")
         owner = root
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, torch.nn.Module())
-            found = owner._modules[part]
-            if found is None:
-                raise ValueError(f"{name!r:.60} is in no module")
-            owner = found
         tensor = tensors[number]
         try:
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, torch.nn.Module())
+                owner = owner.get_submodule(part)
             if isinstance(tensor, torch.nn.Parameter):
                 owner.register_parameter(last, tensor)
             else:

@@ -14,12 +14,13 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
 
-from gds.waiting import start
+from gds.waiting import Monitor, start
 from offload.errors import NearError, StoreLockedError, reason_of
 from offload.format._manifest_fields import mapping
 from offload.journal import log_event
@@ -38,20 +39,28 @@ _HELLO_S: Final = 30.0
 _ALIVE_S: Final = 5.0
 """Seconds between two signs of life while a call is carried out."""
 
+_HELLO_BYTES: Final = 4096
+_RETRY_S: Final = 0.1
 _MAX_CLIENTS: Final = 64
+_MAX_PARKED: Final = 8
 
 
 @dataclass
 class _Run:
     """What the server knows of one run."""
 
+    wire: Wire
+    """Connection of the client that has come last."""
+
     session: Session | None = None
     """Session of the run; None while it is made."""
 
-    secret: str = ""
+    secret: str = field(default_factory=partial(secrets.token_hex, 16))
     """Text by which the client of the session is known when it comes back."""
 
     in_use: bool = True
+    """Whether a thread uses, makes or closes the session."""
+
     left: float = 0.0
     """Monotonic time at which the client was lost."""
 
@@ -72,7 +81,7 @@ class Server:
         self._listener = listener
         self._token = token
         self._runs: dict[str, _Run] = {}
-        self._lock = threading.Lock()
+        self._lock = Monitor()
         self._clients: dict[threading.Thread, Wire] = {}
         self._closed = False
 
@@ -80,13 +89,15 @@ class Server:
         """Serve until `close`; each client has a thread."""
         self._listener.settimeout(1.0)
         while not self._closed:
+            self._close_left()
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                self._close_left()
                 continue
-            except OSError:
-                break  # closed
+            except OSError as error:  # too many files are open, or the client has gone again
+                log_event(f"offload serve: {error}", logging.WARNING)
+                time.sleep(_RETRY_S)
+                continue
             wire = Wire(connection, "the client", _HELLO_S)
             with self._lock:
                 if len(self._clients) >= _MAX_CLIENTS:
@@ -96,7 +107,12 @@ class Server:
                     target=self._client, args=(wire,), name="offload-serve", daemon=True
                 )
                 self._clients[thread] = wire
-            start(thread)
+            try:
+                start(thread)
+            except RuntimeError as error:  # too many threads
+                log_event(f"offload serve: {error}", logging.WARNING)
+                wire.close()
+                del self._clients[thread]
 
     def stop(self) -> None:
         """Let `serve` return within a second. A signal handler may call this."""
@@ -117,8 +133,7 @@ class Server:
         """Serve one connection to its end."""
         try:
             try:
-                frame = wire.receive((Kind.HELLO,))
-                self._admit(wire, wire.read_document(frame))
+                self._admit(wire)
             except NearError as error:
                 log_event(f"offload serve: {error}", logging.WARNING)
             except Exception as error:  # noqa: BLE001  (the client is told, and others are served)
@@ -130,57 +145,72 @@ class Server:
             with self._lock:
                 self._clients.pop(threading.current_thread(), None)
 
-    def _admit(self, wire: Wire, hello: Mapping[str, Any]) -> None:
-        """Check a hello, and answer its question, or serve the client's calls."""
-        given = hello.get("token")
-        if self._token is not None and not (
-            isinstance(given, str) and hmac.compare_digest(given.encode(), self._token.encode())
-        ):
+    def _admit(self, wire: Wire) -> None:
+        """Check a client's two hellos, and serve its calls; or answer a question.
+
+        The first hello is small: whoever does not know the token can have nothing else read.
+        """
+        hello = wire.read_document(wire.receive((Kind.HELLO,), 0), _HELLO_BYTES)
+        given = str(hello.get("token")).encode(errors="replace")
+        if self._token is not None and not hmac.compare_digest(given, self._token.encode()):
             raise PermissionError("the token is not the server's: give the client the same file")
         if "read" in hello:
             with _signs_of_life(wire, 0):
                 found = answer(mapping(hello["read"]), self._directories[0], lambda: wire.alive(0))
             wire.send_document(Kind.RESULT, 0, found)
             return
-        terms = decode_terms(hello["terms"])
+        wire.send_document(Kind.RESULT, 0, {})
+        terms = decode_terms(wire.read_document(wire.receive((Kind.HELLO,), 0)))
         wire.timeout_s = terms.timeout_s
         with _signs_of_life(wire, 0):
-            run = self._take(terms, hello.get("secret"))
+            run, session = self._take(terms, wire, hello.get("secret"))
         try:
-            session = run.session
-            if session is None:
-                raise RuntimeError("the session was not made")
             wire.send_document(Kind.RESULT, 0, {"secret": run.secret, **session.welcome()})
             self._calls(wire, session)
         finally:
-            run.in_use, run.left = False, time.monotonic()
-            if run.session is not None and run.session.is_over:
-                with self._lock:
-                    self._runs.pop(terms.run, None)
+            with self._lock:
+                run.in_use, run.left = False, time.monotonic()
+                if session.is_over:
+                    del self._runs[terms.run]
+                self._lock.notify_all()
 
-    def _take(self, terms: Terms, secret: object) -> _Run:
-        """Return the run that a client may use from now on: the one that it left, or a new one."""
-        with self._lock:
+    def _take(self, terms: Terms, wire: Wire, secret: object) -> tuple[_Run, Session]:
+        """Return the run that a client may use from now on: the one that it left, or a new one.
+
+        Raises:
+            StoreLockedError: Another client is there.
+        """
+
+        def vacant() -> tuple[_Run, Session | None] | None:
+            """Take the run, and return it with its session; None while its client is leaving."""
             found = self._runs.get(terms.run)
+            is_back = found is not None and found.secret == secret
             if found is not None and found.in_use:
-                raise StoreLockedError(
-                    errno.EAGAIN,
-                    "another client trains here: end it, or name another run",
-                    terms.run,
-                )
-            if found is not None and isinstance(secret, str) and secret == found.secret:
-                found.in_use = True
-                return found
-            run = self._runs[terms.run] = _Run(secret=secrets.token_hex(16))
+                if is_back:
+                    found.wire.shut()  # what is left of the connection that the client has lost
+                elif not found.wire.is_gone():
+                    raise StoreLockedError(
+                        errno.EAGAIN,
+                        "another client trains here: end it, or name another run",
+                        terms.run,
+                    )
+                return None
+            if found is not None and is_back:
+                found.in_use, found.wire = True, wire
+            else:
+                self._runs[terms.run] = _Run(wire)
+            return self._runs[terms.run], None if found is None else found.session
+
+        run, session = self._lock.wait_until(vacant)
+        if session is not None and run.session is session:
+            return run, session
         try:
-            if found is not None and found.session is not None:
-                found.session.close()
+            self._end(terms.run, session)
             run.session = Session(terms, [os.path.join(d, terms.run) for d in self._directories])
         except BaseException:
-            with self._lock:
-                del self._runs[terms.run]
+            self._forget(terms.run)
             raise
-        return run
+        return run, run.session
 
     def _calls(self, wire: Wire, session: Session) -> None:
         """Carry out the calls of a client until it leaves.
@@ -205,19 +235,32 @@ class Server:
         """Close sessions whose clients have not come back."""
         with self._lock:
             now = time.monotonic()
-            ended = {
-                name: run
-                for name, run in self._runs.items()
-                if not run.in_use and (everything or now - run.left > PARKED_S)
-            }
-            for name in ended:
-                del self._runs[name]
-        for name, run in ended.items():
-            try:
-                if run.session is not None:
-                    run.session.close()
-            except Exception as error:  # noqa: BLE001  (no client is left to be told)
-                log_event(f"offload serve: {name}: {reason_of(error)}", logging.ERROR)
+            left = [(name, run) for name, run in self._runs.items() if not run.in_use]
+            left.sort(key=lambda one: one[1].left, reverse=True)
+            kept = 0 if everything else _MAX_PARKED
+            ended = [
+                (k, run)
+                for n, (k, run) in enumerate(left)
+                if n >= kept or now - run.left > PARKED_S
+            ]
+            for _, run in ended:
+                run.in_use = True
+        for name, run in ended:
+            self._end(name, run.session)
+            self._forget(name)
+
+    def _end(self, name: str, session: Session | None) -> None:
+        """Close a session whose client is lost."""
+        try:
+            if session is not None:
+                session.close()
+        except Exception as error:  # noqa: BLE001  (no client is left to be told)
+            log_event(f"offload serve: {name}: {reason_of(error)}", logging.ERROR)
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            del self._runs[name]
+            self._lock.notify_all()
 
 
 @contextmanager

@@ -17,17 +17,17 @@ from offload.checkpoint.listing import CheckpointInfo
 from offload.engine.engine import Engine
 from offload.engine.reference import Position
 from offload.engine.seal_handle import SealHandle
-from offload.errors import NearError
+from offload.errors import InDoubtError, NearError
 from offload.format._manifest_fields import count, each, items, mapping
 from offload.format.train_state import (
     decode,
     unpack_encoded,
 )
 from offload.journal import log_event
-from offload.near.chunks import views
+from offload.near.chunks import Part, views
 from offload.near.sealed import packed
 from offload.near.terms import CLASSES, Terms, decode_groups, encode_groups
-from offload.near.wire import Kind, Wire
+from offload.near.wire import Frame, Kind, Wire
 from offload.optimizer import OffloadedOptimizer
 from offload.serve.model import ServedModel
 from offload.serve.stepping import ArrivingStep
@@ -35,6 +35,12 @@ from offload.serve.stepping import ArrivingStep
 _GIVE_BACK_S: Final = 0.05
 """Seconds between two times at which memory of parameters is given back, while a seal or a restore
 uses them one after the other."""
+
+_CALLS: Final = (
+    *("step", "edit", "checkpoint", "sealed", "restore", "parameters", "pin", "unpin", "list"),
+    *("find", "position", "stats", "synchronize", "load_reference", "close"),
+)
+"""Calls of a client; each is a method of `Session`."""
 
 
 class Session:
@@ -82,24 +88,6 @@ class Session:
         """Whether frames of the present call may follow."""
         self._after: list[tuple[Kind, int, Callable[[], Sequence[bytes | memoryview]]]] = []
         """Frames that follow the result, with functions that return their content."""
-        self._calls: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-            "step": self._step,
-            "edit": self._edit,
-            "checkpoint": self._checkpoint,
-            "sealed": self._sealed,
-            "restore": self._restore,
-            "parameters": self._parameters,
-            "pin": self._pin,
-            "unpin": self._unpin,
-            "list": self._list,
-            "find": self._find,
-            "position": self._position,
-            "stats": self._stats,
-            "synchronize": self._synchronize,
-            "load_reference": self._load_reference,
-            "close": self._close,
-            "describe": lambda _: {"text": self._engine.describe()},
-        }
 
     def welcome(self) -> dict[str, Any]:
         """Return what a client must know before its first call."""
@@ -118,11 +106,12 @@ class Session:
             NearError: The client is lost.
         """
         self._wire, self._number = self._steps.wire, self._steps.number = wire, number
-        call = self._calls.get(str(document.get("call")))
-        if call is None:
+        self.awaits_end, self._after = False, []  # of the last call, if its client was lost
+        name = document.get("call")
+        if name not in _CALLS:
             raise NearError(f"{wire.peer} makes a call that no client makes")
         with caught_warnings() as caught:
-            result = call(document)
+            result = getattr(self, f"_{name}")(document)
         result["num_steps"] = self._engine.num_steps
         result["warnings"] = caught
         self.drain()
@@ -191,18 +180,28 @@ class Session:
             self._engine.state.seal.wait_all_copied()
         live = self._model.live
         for chunk in chunks:
-            frame = self._wire.receive((Kind.PARAMETER,), self._number)
-            if chunk >= self._steps.known_parts().num_chunks:
-                raise NearError(f"{self._wire.peer} sent chunk {chunk}, which is not there")
-            parts = self._steps.known_parts().of(chunk)
+            parts = self._parts_of(chunk)
+            frame = self._next(Kind.PARAMETER, chunk)
             self._wire.read_into(frame, views(parts, live.bytes))
             live.give_back(parts)
         for number in numbers:
-            frame = self._wire.receive((Kind.TENSOR,), self._number)
+            frame = self._next(Kind.TENSOR, number)
             content = live.bytes[number]
             self._wire.read_into(frame, [content])
             live.give_back([(number, 0, len(content))])
         return {}
+
+    def _parts_of(self, chunk: int) -> list[Part]:
+        parts = self._steps.known_parts()
+        if chunk >= parts.num_chunks:
+            raise ValueError(f"there is no chunk {chunk}")
+        return parts.of(chunk)
+
+    def _next(self, kind: Kind, index: int) -> Frame:
+        frame = self._wire.receive((kind,), self._number)
+        if frame.index != index:
+            raise NearError(f"{self._wire.peer} sent {kind.name} {frame.index}, expected {index}")
+        return frame
 
     def _checkpoint(self, document: Mapping[str, Any]) -> dict[str, Any]:
         self.awaits_end = True
@@ -235,7 +234,7 @@ class Session:
     def _sealed(self, document: Mapping[str, Any]) -> dict[str, Any]:
         handle = self._handles.get(count(document["handle"]))
         if handle is None:
-            raise NearError("the checkpoint was asked for in another connection")
+            raise InDoubtError("the server was started anew since then: checkpoints() has the list")
         timeout_s = document["timeout_s"]
         try:
             checkpoint = handle.result(None if timeout_s is None else float(timeout_s))
@@ -270,9 +269,11 @@ class Session:
         self._after.append((Kind.BLOB, 0, lambda: [state]))
         return {"checkpoint": _described(checkpoint), "state_bytes": len(state), **values}
 
-    def _parameters(self, _: Mapping[str, Any]) -> dict[str, Any]:
-        """Send all values once more, for a client that has not received those of a step."""
-        return self._all_values()
+    def _parameters(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """Send some chunks once more, for a client that has not received those of a step."""
+        for chunk in each(count, document["chunks"]):
+            self._after.append((Kind.PARAMETER, chunk, self._sender(self._parts_of(chunk))))
+        return {"groups": encode_groups(self._optimizer.param_groups)}
 
     def _all_values(self) -> dict[str, Any]:
         """Let all values of the model follow the result."""
@@ -289,7 +290,7 @@ class Session:
             "tensors": others,
         }
 
-    def _sender(self, parts: Sequence[tuple[int, int, int]]) -> Callable[[], list[memoryview]]:
+    def _sender(self, parts: Sequence[Part]) -> Callable[[], list[memoryview]]:
         def content() -> list[memoryview]:
             """Give back what was sent before, and return the bytes."""
             self._model.live.give_back_all()

@@ -115,7 +115,7 @@ def test_the_store_of_a_server_is_one_like_any_other(server: Server, tmp_path: P
     trained(server.url("moved"), torch.bfloat16, torch.optim.AdamW, options, lr=1e-2)
     trained(tmp_path / "run", torch.bfloat16, torch.optim.AdamW, options, lr=1e-2)
     found = []
-    for store in (server.directory / "moved", tmp_path / "run"):
+    for store in (server.runs / "moved", tmp_path / "run"):
         with offload.open_checkpoint(store) as sealed:
             assert sealed.verify().ok
         model = make_model(torch.bfloat16)
