@@ -110,7 +110,7 @@ class NearEngine(Engine):
                 directory=place.url,
                 directories=(place.url,),
                 store_id=str(self._link.welcome["store"]),
-                keeping=SimpleNamespace(warn_unranked=lambda *_: None),
+                keeping=SimpleNamespace(warn_unranked=lambda *_: None, current=[]),
                 checkpoints=(),
                 newest=None,
                 refused=(),

@@ -31,7 +31,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         with make_optimizer(make_model(), directory=url, keep=2) as optimizer:
             train(optimizer, 4, seal_at=(2, 4), losses={2: 3.5, 4: 3.25})
             optimizer.pin("best", 2)
-            yield Served(url, server.directory / "run")
+            yield Served(url, server.runs / "run")
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,6 @@ def test_a_sparse_gradient_is_refused_and_training_goes_on(server: Server) -> No
 @pytest.mark.parametrize(
     "changes",
     [
-        {"overlap": "forward"},
         {"placement": "device"},
         {"tier": "s3://a/b"},
         {"host_memory": "/dev/shm"},

@@ -50,7 +50,7 @@ def test_options_that_need_the_state_here(
             make_model(), directory=server.url("options"), options=offload.Options(**settings)
         )
     assert str(refused.value).startswith(named)
-    assert not (server.directory / "options").exists()
+    assert not (server.runs / "options").exists()
 
 
 def test_objects_that_a_server_would_have_to_import(server: Server) -> None:
@@ -61,7 +61,7 @@ def test_objects_that_a_server_would_have_to_import(server: Server) -> None:
         )
     with pytest.raises(NearError, match=r"keep=.* cannot be sent to a server"):
         make_optimizer(model, directory=server.url("own"), keep=Custom(2))
-    assert not (server.directory / "own").exists()
+    assert not (server.runs / "own").exists()
 
 
 def test_state_that_would_have_to_cross(server: Server, tmp_path: Path) -> None:
@@ -126,4 +126,4 @@ def test_several_ranks(server: Server) -> None:
             make_optimizer(make_model(), directory=server.url("ranks"))
     finally:
         torch.distributed.destroy_process_group()
-    assert not (server.directory / "ranks").exists()
+    assert not (server.runs / "ranks").exists()

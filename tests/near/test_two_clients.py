@@ -19,7 +19,7 @@ def test_the_second_client_of_a_run_is_refused_and_one_of_another_run_is_not(
     first, second = make_model(), make_model()
     with make_optimizer(first, server.url("two")) as one:
         train(first, one, 1, 2)
-        with pytest.raises(StoreLockedError, match="another client trains in 'two'"):
+        with pytest.raises(StoreLockedError, match="two: another client trains here"):
             make_optimizer(second, server.url("two"))
         with make_optimizer(second, server.url("other")) as two:
             train(second, two, 1, 3)
