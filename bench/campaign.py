@@ -91,7 +91,7 @@ CAMPAIGNS: Final = {
     "programs": Campaign(
         "random training programs, compared to the bit with plain torch",
         commands=(
-            ("tests.fuzz", "--seed", "SEED", "--count", "300", "--record", "FOLDER/fuzz.json"),
+            ("tests.fuzz", "--seed", "SEED", "--count", "100", "--record", "FOLDER/fuzz.json"),
         ),
     ),
     "ranks": Campaign(
@@ -185,6 +185,7 @@ def carry_out(name: str, seed: int, seconds: float, folder: Path) -> dict[str, A
         command = ["pytest", "--tier", "all", "-n", "auto", "--dist", "worksteal", "-q"]
         command += ["-p", "no:cacheprovider", f"--junit-xml={report}", *campaign.tests]
         environment = {"FULL_TESTS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        environment["PYTEST_ADDOPTS"] = "-o faulthandler_timeout=0"  # the campaign has a limit
         environment |= {key: _filled(value, places) for key, value in campaign.environment.items()}
         parts.append(_ran(command, os.environ | environment, until, folder))
         if report.exists():

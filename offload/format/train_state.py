@@ -227,6 +227,8 @@ def unpack_encoded(data: bytes, path: str = "<bytes>") -> tuple[EncodedState, di
     Any change of any byte is an error, padding included. The errors are those of `unpack`.
     """
     parsed = parse_header(data, len(data), path)
+    if len(data) % _CAPACITY_MULTIPLE_BYTES:
+        raise TrainStateFormatError(f"{path}: {len(data)} bytes; not a train_state")
     metadata = dict(parsed.metadata)
     missing = [key for key in _RESERVED_KEYS if key not in metadata]
     if missing:

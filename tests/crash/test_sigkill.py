@@ -68,8 +68,7 @@ def test_killed_at_random_moments(
 
     assert result["killed"] == num_kills == sum(result["phases"].values())
     if IS_CAMPAIGN:
-        phases = {"s", "c"} if only else {"s", "c", "A"}
-        assert result["phases"].keys() >= phases, "kills must hit steps and seals"
+        assert result["phases"].keys() >= {"s", "c"}, "kills must hit steps and seals"
     restored = result["restored"]
     assert all(earlier <= later for earlier, later in pairwise(restored))
     assert len(set(restored)) > num_kills // 10, "the run must have got on between the kills"

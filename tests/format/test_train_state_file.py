@@ -120,11 +120,13 @@ def test_each_kind_of_damage_has_its_error():
     file, padded = packed(), packed(1, {})
     metadata = {"train_state": "1", "train_state_digest": "0" * 32, "train_state_format": "2"}
     odd = pack_encoded(EncodedState('{"$":"odd"}'), capacity_bytes=4096, header={})
+    longer = (len(padded) - 7).to_bytes(8, "little") + padded[8:] + b" "
     step_13 = file.replace(b'"step":"12"', b'"step":"13"')
     for data, error, words in (
         (file[:-1] + bytes([file[-1] ^ 1]), TrainStateDigestError, "the file is damaged"),
         (step_13, TrainStateDigestError, "the file is damaged"),
         (padded[:-1] + b"\n", TrainStateFormatError, "not as this package writes them"),
+        (longer, TrainStateFormatError, "4097 bytes; not a train_state"),
         (safetensors.torch.save({"a": torch.zeros(2)}), TrainStateFormatError, "not a train_state"),
         (build_header([], metadata).encoded, TrainStateFormatError, "is '2', this version"),
         (odd, TrainStateTagError, "^run/x: train_state: .*'odd'"),

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.dying import dying
@@ -88,10 +88,11 @@ class Server:
 
     def open_files(self) -> list[str]:
         """Return what the files of the process are, but for those that come and go."""
-        folder = f"/proc/{self.process.pid}/fd"
-        return sorted(
-            os.readlink(f"{folder}/{number}").partition(":[")[0] for number in os.listdir(folder)
-        )
+        found = []
+        for one in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it was closed just now
+                found.append(os.readlink(one).partition(":[")[0])
+        return sorted(found)
 
     def at_work(self) -> tuple[list[str], list[str]]:
         """Return the names of the process's threads, and its files, for messages."""
