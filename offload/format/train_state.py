@@ -227,8 +227,6 @@ def unpack_encoded(data: bytes, path: str = "<bytes>") -> tuple[EncodedState, di
     Any change of any byte is an error, padding included. The errors are those of `unpack`.
     """
     parsed = parse_header(data, len(data), path)
-    if len(data) % _CAPACITY_MULTIPLE_BYTES:
-        raise TrainStateFormatError(f"{path}: {len(data)} bytes; not a train_state")
     metadata = dict(parsed.metadata)
     missing = [key for key in _RESERVED_KEYS if key not in metadata]
     if missing:
@@ -240,6 +238,8 @@ def unpack_encoded(data: bytes, path: str = "<bytes>") -> tuple[EncodedState, di
             f"{path}: {FORMAT_KEY} is {metadata[FORMAT_KEY][:80]!r}, this version of the package "
             f"reads {FORMAT_VERSION!r}"
         )
+    if len(data) % _CAPACITY_MULTIPLE_BYTES:
+        raise TrainStateFormatError(f"{path}: {len(data)} bytes; not a train_state")
     entries = parsed.entries.values()
     # The digest covers the meaning of the header; this covers its spelling and its padding.
     specs = [(entry.name, entry.dtype, entry.shape) for entry in entries]

@@ -26,6 +26,7 @@ from offload import (
     open_checkpoint,
 )
 from offload.cli import main
+from offload.store import verification
 from tests.campaigns import FULL
 from tests.command_line import Run, runner
 from tests.crash import children as child
@@ -145,7 +146,7 @@ def test_training_goes_on_before_any_operation_of_verify(
             made.append(Meanwhile(inner, made[-1].left if made else nth, recycle))
             return made[-1]
 
-        for module in (gds, gds.opening):
+        for module in (gds, gds.opening, verification):
             monkeypatch.setattr(module, "PosixBackend", backend)
         status, out, err = run("verify", directories[0], "--json")
         said = json.loads(out)

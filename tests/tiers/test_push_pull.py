@@ -361,7 +361,7 @@ def test_a_folder_that_is_named_like_the_copies_of_a_store_takes_no_uploads(
 ) -> None:
     """Nothing in it would be found again."""
     url = f"file://{tmp_path}/{'0a' * 16}{below}"
-    with pytest.raises(TierError, match="leave it out; or, if it is a name of your own, add"):
+    with pytest.raises(TierError, match="leave it out, or, if the name is your own, add a folder"):
         push(store, url)
     with pytest.raises(TierError, match="leave it out"):
         new_in(tmp_path / "new", url)

@@ -122,8 +122,8 @@ def require_folder(address: TierAddress) -> None:
         name = address.copy or address.store_id
         raise TierError(
             errno.EINVAL,
-            f"{name!r} at the end of the URL is the name of a store's copies: leave it out; or, if "
-            "it is a name of your own, add a folder below it, such as /run",
+            f"{name!r} at the end of the URL is taken for a store's copies: leave it out, or, if "
+            "the name is your own, add a folder below it",
             address.url,
         )
 
