@@ -32,7 +32,7 @@ from offload.optimizer import OffloadedOptimizer
 from offload.serve.model import ServedModel
 from offload.serve.stepping import ArrivingStep
 
-_GIVE_BACK_S: Final = 0.05
+_GIVE_BACK_S: Final = 0.01
 """Seconds between two times at which memory of parameters is given back, while a seal or a restore
 uses them one after the other."""
 
