@@ -60,6 +60,7 @@ def train(url: str, last: int) -> None:
                     model.load_state_dict(make_model().state_dict())
                 step = 0 if found is None else found.step
                 _say(f"has {step} {digest(copied(model))}")
+                continue  # it may have been killed after its last step
             backward(model, step + 1)
             _say(f"begins step {step + 1}")
             optimizer.step()
