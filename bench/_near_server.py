@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import struct
 import subprocess
@@ -42,6 +43,12 @@ def serving(directory: str, listen: str) -> Iterator[Served]:
         BenchError: It cannot be started.
     """
     command = [sys.executable, "-m", "offload", "serve", directory, "--listen", listen]
+    if not listen.startswith("unix:"):
+        path = os.path.join(directory, "token")
+        with open(path, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(16))
+        command += ["--token-file", path]
+        os.environ["OFFLOAD_TOKEN_FILE"] = path  # the clients are in this process
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline() if process.stdout else ""

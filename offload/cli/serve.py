@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -30,16 +31,16 @@ def serve(
     """
     from offload.serve import listen as listen_on
     from offload.serve import run_server
-    from offload.serve.listening import is_loopback, require_directories
+    from offload.serve.listening import require_directories
 
     require_directories(directories)
     token = None if token_file is None else _token(token_file)
     listener, address = listen_on(listen)
-    if token is None and not is_loopback(listener):
+    if token is None and listener.family != socket.AF_UNIX:
         listener.close()
         raise NearError(
-            f"{listen} can be reached from other machines: pass --token-file, and give clients the "
-            "same file in OFFLOAD_TOKEN_FILE"
+            f"{listen} can be reached by other users: pass --token-file, and give clients the same "
+            "file in OFFLOAD_TOKEN_FILE; or listen on unix:PATH"
         )
     run_server(
         directories,

@@ -204,7 +204,7 @@ def decode_layout(
 
     Args:
         document: What `encode_layout` returns.
-        tensors: Those that the layout must be of.
+        tensors: Tensors of the client's terms, some of which the layout has.
 
     Raises:
         ValueError, TypeError, LookupError: The document is none of these tensors.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import signal
 import socket
@@ -47,13 +46,6 @@ def listen(address: str) -> tuple[socket.socket, str]:
         raise NearError(f"cannot listen on {address}: {error.strerror or error}") from error
     number = found.getsockname()[1]
     return found, f"offload://{f'[{host}]' if ':' in host else host}:{number}"
-
-
-def is_loopback(listener: socket.socket) -> bool:
-    """Return whether only programs on this machine can connect."""
-    if listener.family == socket.AF_UNIX:
-        return True
-    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def run_server(

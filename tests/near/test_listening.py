@@ -12,9 +12,10 @@ import pytest
 
 import offload
 from offload.errors import NearError
+from tests.dying import dying
 from tests.near.peers import HELLO, Peer
 from tests.near.servers import Server, serving
-from tests.near.training import make_model, make_optimizer, train
+from tests.near.training import are_same, copied, expected, make_model, make_optimizer, train
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -75,6 +76,30 @@ def test_a_client_without_the_token_is_refused_before_anything_is_read(tmp_path:
         with Peer(server) as peer:
             peer.document(HELLO, 0, {"token": token.read_text(), "secret": ""})
             assert peer.answer()[1] == b"{}"
+
+
+def test_tcp_needs_a_token_and_then_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _command("serve", str(tmp_path), "--listen", "127.0.0.1:0")
+    assert found.returncode == 1
+    assert "pass --token-file" in found.stderr
+    token = tmp_path / "token"
+    token.write_text("correct horse battery staple")
+    command = [sys.executable, "-m", "offload", "serve", str(tmp_path), "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(
+        dying([*command, "--token-file", str(token)]), stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split('"')[1].replace("RUN", "run")
+            with pytest.raises(NearError, match="the token is not the server's"):
+                make_optimizer(make_model(), url)
+            monkeypatch.setenv("OFFLOAD_TOKEN_FILE", str(token))
+            model = make_model()
+            with make_optimizer(model, url) as optimizer:
+                train(model, optimizer, 1, 2)
+            assert are_same(copied(model), expected(tmp_path / "local", 2)[2])
+        finally:
+            process.terminate()
 
 
 def test_a_socket_is_for_its_owner_only(server: Server) -> None:
