@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, get_args
 
@@ -13,6 +14,9 @@ from offload.format.train_state import MAX_CAPACITY_BYTES
 
 Overlap: TypeAlias = Literal["forward", "backward"]
 """Part of the model's work that a step may run beside."""
+
+Parameters: TypeAlias = Literal["host"]
+"""Place of the parameters of blocks that are not in use."""
 
 Placement: TypeAlias = Literal["auto", "host", "device"]
 Verify: TypeAlias = Literal["restored", "at_restore", "always"]
@@ -203,6 +207,18 @@ class Options:
     ``step()``. If a backward goes on through the model to something else (a GAN's generator, an
     input), ``step()`` applies its gradients, and returns when that is done."""
 
+    parameters: Parameters | None = None
+    """Place where the parameters of repeated blocks are while they are not used; needs ``model=``.
+    None: on the device, as the model has them. ``"host"``: in page-locked host memory. A block's
+    parameters are in one of three buffers on the device only while the block runs, or is read
+    ahead. Any other use through torch loads them as well, and an edit counts. The optimizer updates
+    them in host memory."""
+
+    blocks: str | Sequence[str] | None = None
+    """Names of the modules that are blocks, with `parameters`: patterns such as
+    ``"encoder.layer.*"``. None: the members of every ``ModuleList`` whose modules have one
+    class."""
+
     placement: Placement = "auto"
     """Place where parameters on a device are updated. ``"host"``: on the CPU, next to the drive.
     The gradients cross to the host, and the parameters cross both ways, chunk by chunk, while other
@@ -303,6 +319,7 @@ class Options:
             ("master", self.master, get_args(MasterFormat)),
             ("state_dtype", self.state_dtype, get_args(StateDtype)),
             ("overlap", self.overlap, (None, *get_args(Overlap))),
+            ("parameters", self.parameters, (None, *get_args(Parameters))),
             ("placement", self.placement, get_args(Placement)),
             ("verify", self.verify, get_args(Verify)),
         ):
@@ -310,6 +327,11 @@ class Options:
                 raise ValueError(
                     f"{name} must be one of {', '.join(map(str, known))}, got {value!r}"
                 )
+        if self.blocks is not None and self.parameters is None:
+            raise ValueError("blocks has no effect without parameters: set parameters as well")
+        patterns: tuple[object, ...] = self.block_patterns
+        if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+            raise ValueError(f"blocks must be names or patterns of modules, got {self.blocks!r}")
         # Both are read whatever the placement, so that a wrong value is refused here.
         host_memory_bytes, device_memory_bytes = self.host_memory_bytes, self.device_memory_bytes
         if self.placement == "device" and (host_memory_bytes or self.memory_directory):
@@ -342,6 +364,11 @@ class Options:
                 "threads and request_bytes have no effect on a backend that is passed in: set them "
                 "there"
             )
+
+    @property
+    def block_patterns(self) -> tuple[str, ...]:
+        """The patterns of `blocks`; none if blocks are to be found."""
+        return (self.blocks,) if isinstance(self.blocks, str) else tuple(self.blocks or ())
 
     @property
     def memory_directory(self) -> MemoryDirectory | None:
