@@ -234,7 +234,7 @@ class StreamedBlocks(Keeper):
             meter.block_buffers, sum(p.num_made for p in self._pools.values())
         )
         for member in unit.members:
-            if member.parameter._version != member.version:
+            if member.present_version != member.version:
                 self._pools[unit.device].put(buffer, ready)
                 raise RuntimeError(
                     f"{member.name} was changed in place through a tensor that was taken from it "
@@ -340,9 +340,9 @@ class StreamedBlocks(Keeper):
                     f"{list(now.shape)} on {now.device} now: a model whose parameters are "
                     "streamed cannot be converted or moved. Do it before the optimizer is made"
                 )
-            is_edited = member.parameter._version != member.version
+            is_edited = member.present_version != member.version
             if not is_ours or member.is_touched or is_edited:
-                member.version = member.parameter._version
+                member.version = member.present_version
                 value = self._places[unit.device].to_host(member.parameter)
                 if value.stride() != member.strides:
                     value = torch.empty_strided(

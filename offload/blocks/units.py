@@ -49,6 +49,12 @@ class Member:
     is_saved: bool = False
     """Whether a graph may have saved the parameter itself since the unit was loaded."""
 
+    @property
+    def present_version(self) -> int:
+        """How often the parameter has been changed in place; reading it is no use."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter._version
+
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the parameter's values in a buffer of the unit."""
         flat = buffer[self.place : self.place + self.nbytes].view(self.dtype)

@@ -209,6 +209,17 @@ def hooked(model: Model) -> Any:
     return torch.tensor(seen)
 
 
+def edited_within(model: Model) -> Any:
+    def shrink(module: Any, _args: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+
+    hook = model.layers[1].up.register_forward_pre_hook(shrink)
+    for seed in range(2):
+        model.loss(batch(seed)).backward()
+    hook.remove()
+
+
 def functional(model: Model) -> Any:
     values = {name: value * 2 for name, value in model.state_dict().items()}
     return torch.func.functional_call(model, values, (batch(1),)).detach()
@@ -218,7 +229,7 @@ USES: dict[str, Callable[[Model], Any]] = {
     use.__name__: use
     for use in (
         evaluating, penalized, retained, on_cpu, autocast, regularized, decayed, skipped,
-        clamped, loaded, aliased, interrupted, hooked, functional,
+        clamped, loaded, aliased, interrupted, hooked, edited_within, functional,
     )
 }  # fmt: skip
 
