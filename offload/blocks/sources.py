@@ -19,6 +19,10 @@ from offload.device.boundary import HOST, Event, boundary_of
 class Source(Protocol):
     """Values of units. All methods may be called on any thread, by one thread at a time."""
 
+    def take(self, unit: Unit) -> None:
+        """Take the present values of a unit's parameters, which may then be dropped."""
+        ...
+
     def read(self, unit: Unit, buffer: torch.Tensor, after: Event) -> Event:
         """Read a unit's parameters into a buffer.
 
@@ -61,7 +65,7 @@ class HostSource:
         self._locks: list[object] = []
 
     def take(self, unit: Unit) -> None:
-        """Copy the present values of a unit's parameters, which may then be dropped."""
+        """Copy the present values of a unit's parameters."""
         memory = pages(unit.nbytes)
         if unit.device.type != HOST.type:
             self._locks.append(boundary_of(unit.device).lock_pages(memory))

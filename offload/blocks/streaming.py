@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,10 +25,10 @@ from torch.autograd.graph import increment_version
 
 from offload.ambient import neutral
 from offload.blocks.order import Use, UseOrder
-from offload.blocks.places import place_of
+from offload.blocks.places import Place, place_of
 from offload.blocks.pool import Pool, num_references
-from offload.blocks.sources import HostSource
-from offload.blocks.units import ALIGNMENT, Arrival, Member, Unit
+from offload.blocks.sources import HostSource, Source
+from offload.blocks.units import ALIGNMENT, Arrival, Unit
 from offload.device.boundary import HOST
 from offload.errors import MismatchError, UnsupportedParameterError
 from offload.model.homes import Keeper
@@ -49,10 +49,17 @@ class StreamedBlocks(Keeper):
     Args:
         units: Units; see `find_units`.
         meter: Counters of the optimizer.
+        source: Function that returns where the values are, given the place of each device.
         num_buffers: Number of buffers on each device, at least 2.
     """
 
-    def __init__(self, units: list[Unit], meter: Meter, num_buffers: int = NUM_BUFFERS) -> None:
+    def __init__(
+        self,
+        units: list[Unit],
+        meter: Meter,
+        source: Callable[[Mapping[torch.device, Place]], Source] = HostSource,
+        num_buffers: int = NUM_BUFFERS,
+    ) -> None:
         self.units = units
         self._meter = meter
         sizes: dict[torch.device, int] = {}
@@ -63,7 +70,7 @@ class StreamedBlocks(Keeper):
             device: Pool(place, sizes[device], num_buffers)
             for device, place in self._places.items()
         }
-        self._source = HostSource(self._places)
+        self._source = source(self._places)
         self._taken: list[Unit] = []
         """Units whose values are at home."""
         self._of = {id(m.parameter): (unit, m) for unit in units for m in unit.members}
@@ -98,20 +105,28 @@ class StreamedBlocks(Keeper):
                 so they can be used.
         """
         with self.lock, neutral():
+            if self.is_ended:
+                return
             for unit in self.units:
                 self._abandon(unit)
             self.settle(force=True)
-            on_device = [unit for unit in self._taken if unit.device.type != HOST.type]
-            memory = {u: self._places[u.device].empty(u.nbytes) for u in on_device}
+            memory = {
+                unit: self._places[unit.device].empty(unit.nbytes)
+                for unit in self._taken
+                if unit.device.type != HOST.type or self._source.home(unit.members[0]) is None
+            }
             for unit in self._taken:
                 if unit in memory:
                     place = self._places[unit.device]
                     place.follow(self._source.read(unit, memory[unit], place.now()))
                 for member in unit.members:
-                    home = self._source.home(member)
+                    value = self._source.home(member)
+                    if unit in memory:
+                        value = member.view(memory[unit])
                     self.watch.release([member.parameter])
-                    if home is not None and (unit.buffer is None or self._is_ours(unit, member)):
-                        value = member.view(memory[unit]) if unit in memory else home
+                    if value is not None and (
+                        unit.buffer is None or member.is_view_of(unit.buffer)
+                    ):
                         member.parameter.data = value
             self.unregister()
             self._loaded.clear()
@@ -330,8 +345,8 @@ class StreamedBlocks(Keeper):
 
     def _settle(self, unit: Unit, *, force: bool = False) -> None:
         for member in unit.members:
-            is_ours = self._is_ours(unit, member)
-            if not is_ours and not _is_same_kind(member):
+            is_ours = member.is_view_of(unit.buffer)
+            if not is_ours and not member.is_of_its_kind:
                 if force:
                     continue
                 now = member.parameter
@@ -349,16 +364,6 @@ class StreamedBlocks(Keeper):
                         member.shape, member.strides, dtype=member.dtype, device=HOST
                     ).copy_(value)
                 self._source.write(member, value)
-
-    def _is_ours(self, unit: Unit, member: Member) -> bool:
-        """Return whether a loaded parameter is the view of its unit's buffer that it was made."""
-        parameter, buffer = member.parameter, unit.buffer
-        return (
-            buffer is not None
-            and parameter.data_ptr() == buffer.data_ptr() + member.place
-            and _is_same_kind(member)
-            and parameter.stride() == member.strides
-        )
 
     def refresh(self, changes: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
         """Drop units whose homes have changed. Aliases get the new values.
@@ -391,11 +396,6 @@ class StreamedBlocks(Keeper):
                 self._abandon(unit)
             for unit in list(self._loaded):
                 self._release(unit)
-
-
-def _is_same_kind(member: Member) -> bool:
-    now = member.parameter
-    return now.dtype == member.dtype and tuple(now.shape) == member.shape
 
 
 def _go_on(tensor: torch.Tensor, function: object, result: object) -> None:

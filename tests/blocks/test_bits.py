@@ -220,6 +220,13 @@ def edited_within(model: Model) -> Any:
     hook.remove()
 
 
+def moved(model: Model) -> Any:
+    assert model.to("cpu", torch.bfloat16) is model
+    for parameter in model.parameters():
+        assert parameter.is_contiguous()
+        assert torch.zeros_like(parameter).stride() == parameter.stride()
+
+
 def functional(model: Model) -> Any:
     values = {name: value * 2 for name, value in model.state_dict().items()}
     return torch.func.functional_call(model, values, (batch(1),)).detach()
@@ -229,7 +236,7 @@ USES: dict[str, Callable[[Model], Any]] = {
     use.__name__: use
     for use in (
         evaluating, penalized, retained, on_cpu, autocast, regularized, decayed, skipped,
-        clamped, loaded, aliased, interrupted, hooked, edited_within, functional,
+        clamped, loaded, aliased, interrupted, hooked, edited_within, moved, functional,
     )
 }  # fmt: skip
 
