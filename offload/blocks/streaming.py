@@ -79,7 +79,9 @@ class StreamedBlocks(Keeper):
         self._owner: dict[int, Unit] = {}
         """Unit of each buffer in use, by the storage."""
         self._order = UseOrder(units)
-        self.watch = Watch(self._used, "streamed", _go_on, knows_layout=False)
+        self._in_use: dict[int, set[Unit]] = {}
+        """Units of the parameters that one function was given, by the thread that calls it."""
+        self.watch = Watch(self._used, "streamed", self._was_used, knows_layout=False)
         self._alone: int = _num_owners(torch.empty(1, device=HOST))
         self._reader = ThreadPoolExecutor(1, "offload-blocks")
         self.lock = threading.RLock()
@@ -138,6 +140,7 @@ class StreamedBlocks(Keeper):
     def enter(self, unit: Unit) -> None:
         """Load a unit for a call of its block, and read ahead. Its parameters are not watched."""
         with self.lock:
+            self._was_used()  # if a function before has failed
             if not unit.num_calls:
                 self.load(unit)
                 is_backward = torch._C._current_graph_task_id() != -1
@@ -192,11 +195,16 @@ class StreamedBlocks(Keeper):
         with self.lock:
             for unit, member in found:
                 self.load(unit)
+                self._in_use.setdefault(threading.get_ident(), set()).add(unit)
                 member.is_touched |= not is_again
                 member.is_saved |= is_recorded
                 if is_again:
                     self.read_ahead((unit, True, True))
         return True
+
+    def _was_used(self, *_: object) -> None:
+        """Record that the function has returned, after which its parameters are watched again."""
+        self._in_use.pop(threading.get_ident(), None)
 
     def note_saved(self, unit: Unit) -> None:
         """Record that a graph may save the unit's parameters themselves."""
@@ -268,11 +276,12 @@ class StreamedBlocks(Keeper):
         device = wanted.device
         coming = sum(u.coming is not None and u.device == device for u in self.units)
         loaded = [unit for unit in self._loaded if unit.device == device]
+        in_use = {wanted}.union(*self._in_use.values())
         num_dropped = 0
         for unit in loaded:
             if len(loaded) - num_dropped + coming < self._pools[device].limit:
                 break
-            if unit.num_calls or unit is wanted or self._order.is_last(unit):
+            if unit.num_calls or unit in in_use or self._order.is_last(unit):
                 continue
             if not self._is_held(unit):
                 self._drop(unit)
@@ -331,7 +340,7 @@ class StreamedBlocks(Keeper):
         self._of.clear()
 
     def settle(self, *, force: bool = False) -> None:
-        """Bring the program's edits home.
+        """Bring the program's edits home, and wait until no home is read any more.
 
         Args:
             force: Whether parameters that were converted are left alone instead of refused.
@@ -342,6 +351,10 @@ class StreamedBlocks(Keeper):
         with self.lock, neutral():
             for unit in list(self._loaded):
                 self._settle(unit, force=force)
+            for coming in (unit.coming for unit in self.units if unit.coming is not None):
+                coming.filled.result()
+            for place in self._places.values():
+                place.wait_filled()
 
     def _settle(self, unit: Unit, *, force: bool = False) -> None:
         for member in unit.members:
@@ -396,8 +409,3 @@ class StreamedBlocks(Keeper):
                 self._abandon(unit)
             for unit in list(self._loaded):
                 self._release(unit)
-
-
-def _go_on(tensor: torch.Tensor, function: object, result: object) -> None:
-    """Do nothing after a use: the tensor is watched again."""
-    del tensor, function, result
