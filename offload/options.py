@@ -327,8 +327,8 @@ class Options:
                 raise ValueError(
                     f"{name} must be one of {', '.join(map(str, known))}, got {value!r}"
                 )
-        if self.blocks is not None and self.parameters is None:
-            raise ValueError("blocks has no effect without parameters: set parameters as well")
+        if self.blocks is not None and self.parameters != "host":
+            raise ValueError('blocks has no effect without parameters="host": set both, or none')
         patterns: tuple[object, ...] = self.block_patterns
         if not all(isinstance(pattern, str) and pattern for pattern in patterns):
             raise ValueError(f"blocks must be names or patterns of modules, got {self.blocks!r}")

@@ -15,20 +15,20 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from offload.ambient import neutral
+from offload.blocks.buffers import Buffers
 from offload.blocks.order import Use, UseOrder
-from offload.blocks.places import Place, place_of
-from offload.blocks.pool import Pool, num_references
+from offload.blocks.places import Place
+from offload.blocks.pool import num_references
 from offload.blocks.sources import HostSource, Source
-from offload.blocks.units import ALIGNMENT, Arrival, Unit
+from offload.blocks.units import Unit
 from offload.device.boundary import HOST
 from offload.errors import MismatchError, UnsupportedParameterError
 from offload.model.homes import Keeper
@@ -61,16 +61,8 @@ class StreamedBlocks(Keeper):
         num_buffers: int = NUM_BUFFERS,
     ) -> None:
         self.units = units
-        self._meter = meter
-        sizes: dict[torch.device, int] = {}
-        for unit in units:
-            sizes[unit.device] = max(sizes.get(unit.device, ALIGNMENT), unit.nbytes)
-        self._places = {device: place_of(device, meter.traffic) for device in sizes}
-        self._pools = {
-            device: Pool(place, sizes[device], num_buffers)
-            for device, place in self._places.items()
-        }
-        self._source = source(self._places)
+        self._buffers = Buffers(units, meter, source, num_buffers)
+        self._source = self._buffers.source
         self._taken: list[Unit] = []
         """Units whose values are at home."""
         self._of = {id(m.parameter): (unit, m) for unit in units for m in unit.members}
@@ -83,7 +75,6 @@ class StreamedBlocks(Keeper):
         """Units of the parameters that one function was given, by the thread that calls it."""
         self.watch = Watch(self._used, "streamed", self._was_used, knows_layout=False)
         self._alone: int = _num_owners(torch.empty(1, device=HOST))
-        self._reader = ThreadPoolExecutor(1, "offload-blocks")
         self.lock = threading.RLock()
 
     def begin(self) -> None:
@@ -110,17 +101,16 @@ class StreamedBlocks(Keeper):
             if self.is_ended:
                 return
             for unit in self.units:
-                self._abandon(unit)
+                self._buffers.abandon(unit)
             self.settle(force=True)
             memory = {
-                unit: self._places[unit.device].empty(unit.nbytes)
+                unit: self._buffers.places[unit.device].empty(unit.nbytes)
                 for unit in self._taken
                 if unit.device.type != HOST.type or self._source.home(unit.members[0]) is None
             }
             for unit in self._taken:
                 if unit in memory:
-                    place = self._places[unit.device]
-                    place.follow(self._source.read(unit, memory[unit], place.now()))
+                    self._buffers.read_again(unit, memory[unit])
                 for member in unit.members:
                     value = self._source.home(member)
                     if unit in memory:
@@ -133,7 +123,7 @@ class StreamedBlocks(Keeper):
             self.unregister()
             self._loaded.clear()
             self._owner.clear()
-            self._reader.shutdown(wait=False)  # it may be this thread that collects garbage
+            self._buffers.close()
 
     # Uses.
 
@@ -164,12 +154,12 @@ class StreamedBlocks(Keeper):
         """Give a unit a buffer with its values, and let the calling thread's next work wait."""
         with self.lock:
             if unit.buffer is None:
-                with neutral():
+                with _below_transforms(), neutral():
                     self._fill(unit)
             else:  # now the most recently used one
                 del self._loaded[unit]
                 self._loaded[unit] = None
-            self._places[unit.device].follow(unit.ready)
+            self._buffers.places[unit.device].follow(unit.ready)
 
     def saved_in(self, storage: int) -> Unit | None:
         """Return the unit whose buffer has a storage; None if no unit's buffer has it."""
@@ -219,46 +209,20 @@ class StreamedBlocks(Keeper):
             self._begin_reading(self._order.guess())
 
     def _begin_reading(self, unit: Unit | None) -> None:
-        if unit is None or unit.buffer is not None or unit.coming is not None:
-            return
-        with neutral():
-            self._make_room(unit)
-            buffer, after = self._pools[unit.device].get()
-            filled = self._reader.submit(self._source.read, unit, buffer, after)
-            unit.coming = Arrival(buffer, filled)
-
-    def _abandon(self, unit: Unit) -> None:
-        """Wait for what is read ahead, and give its buffer back."""
-        coming, unit.coming = unit.coming, None
-        if coming is not None:
-            self._meter.block_loads_unused += 1
-            self._pools[unit.device].put(coming.buffer, coming.filled.result())
+        if unit is not None and unit.buffer is None and unit.coming is None:
+            with _below_transforms(), neutral():
+                self._make_room(unit)
+                self._buffers.begin(unit)
 
     # Coming and going.
 
     def _fill(self, unit: Unit) -> None:
-        meter = self._meter
-        coming, unit.coming = unit.coming, None
-        if coming is not None:
-            meter.block_loads_ahead += 1
-            if not coming.filled.done():
-                meter.block_loads_waited += 1
-            started = time.perf_counter()
-            buffer, ready = coming.buffer, coming.filled.result()
-        else:
-            started = time.perf_counter()
+        if unit.coming is None:
             self._make_room(unit)
-            buffer, after = self._pools[unit.device].get()
-            ready = self._source.read(unit, buffer, after)
-        meter.wait_blocks_s += time.perf_counter() - started
-        meter.block_loads += 1
-        meter.block_bytes += unit.nbytes
-        meter.block_buffers = max(
-            meter.block_buffers, sum(p.num_made for p in self._pools.values())
-        )
+        buffer, ready = self._buffers.read(unit)
         for member in unit.members:
             if member.present_version != member.version:
-                self._pools[unit.device].put(buffer, ready)
+                self._buffers.put(unit, buffer)
                 raise RuntimeError(
                     f"{member.name} was changed in place through a tensor that was taken from it "
                     "while its block ran; the block has been dropped since, so the change is lost. "
@@ -279,7 +243,7 @@ class StreamedBlocks(Keeper):
         in_use = {wanted}.union(*self._in_use.values())
         num_dropped = 0
         for unit in loaded:
-            if len(loaded) - num_dropped + coming < self._pools[device].limit:
+            if self._buffers.have_room(device, len(loaded) - num_dropped + coming):
                 break
             if unit.num_calls or unit in in_use or self._order.is_last(unit):
                 continue
@@ -309,11 +273,11 @@ class StreamedBlocks(Keeper):
             self._owner.pop(buffer.untyped_storage()._cdata, None)
             unit.buffer = unit.ready = None
             self._empty(unit)
-            self._pools[unit.device].put(buffer, self._places[unit.device].now())
+            self._buffers.put(unit, buffer)
 
     def _empty(self, unit: Unit) -> None:
         """Let a unit's parameters have no memory but one NaN, and watch them."""
-        stub = self._places[unit.device].nan
+        stub = self._buffers.places[unit.device].nan
         for member in unit.members:
             parameter = member.parameter
             member.is_touched = member.is_saved = False
@@ -351,10 +315,7 @@ class StreamedBlocks(Keeper):
         with self.lock, neutral():
             for unit in list(self._loaded):
                 self._settle(unit, force=force)
-            for coming in (unit.coming for unit in self.units if unit.coming is not None):
-                coming.filled.result()
-            for place in self._places.values():
-                place.wait_filled()
+            self._buffers.wait(self.units)
 
     def _settle(self, unit: Unit, *, force: bool = False) -> None:
         for member in unit.members:
@@ -371,7 +332,7 @@ class StreamedBlocks(Keeper):
             is_edited = member.present_version != member.version
             if not is_ours or member.is_touched or is_edited:
                 member.version = member.present_version
-                value = self._places[unit.device].to_host(member.parameter)
+                value = self._buffers.places[unit.device].to_host(member.parameter)
                 if value.stride() != member.strides:
                     value = torch.empty_strided(
                         member.shape, member.strides, dtype=member.dtype, device=HOST
@@ -389,11 +350,9 @@ class StreamedBlocks(Keeper):
                 changed = [m for m in unit.members if changes(m.parameter)]
                 if not changed:
                     continue
-                self._abandon(unit)
-                place = self._places[unit.device]
+                self._buffers.abandon(unit)
                 if unit.buffer is not None and self._is_held(unit):
-                    unit.ready = self._source.read(unit, unit.buffer, place.now())
-                    place.follow(unit.ready)
+                    unit.ready = self._buffers.read_again(unit, unit.buffer)
                 elif unit.buffer is not None:
                     self._release(unit)
                 increment_version([member.parameter for member in changed])
@@ -406,6 +365,18 @@ class StreamedBlocks(Keeper):
         with self.lock, neutral():
             self.settle()
             for unit in self.units:
-                self._abandon(unit)
+                self._buffers.abandon(unit)
             for unit in list(self._loaded):
                 self._release(unit)
+
+
+@contextmanager
+def _below_transforms() -> Iterator[None]:
+    """Run the block as outside of transforms of ``torch.func``, which wrap what is made in them."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield

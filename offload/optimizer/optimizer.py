@@ -509,7 +509,7 @@ def _require_possible(
     options: Options, model: torch.nn.Module | None, *, several: bool, is_remote: bool
 ) -> None:
     """Refuse options that do not work with the model, before anything is opened."""
-    if options.parameters is not None:
+    if options.parameters == "host":
         require_streamable(options, model, several=several, is_remote=is_remote)
     if options.overlap is not None:
         require_possible(options.overlap, model, several=several)
@@ -519,6 +519,6 @@ def _strategy_for(
     options: Options, model: torch.nn.Module | None
 ) -> Callable[[TrainingState], StepStrategy]:
     """Return what makes the strategy of steps that the options ask for."""
-    if options.parameters is not None and model is not None:
+    if options.parameters == "host" and model is not None:
         return partial(streaming_for, model, options)
     return strategy_for(options.overlap, model)

@@ -238,6 +238,12 @@ def all_at_once(model: Model) -> Any:
     return [norm.detach() for norm in norms], vector
 
 
+def transformed(model: Model) -> Any:
+    hidden = model.embedding(batch(1)).detach()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return torch.func.grad(lambda x: model.after(x).square().mean())(hidden)
+
+
 def functional(model: Model) -> Any:
     values = {name: value * 2 for name, value in model.state_dict().items()}
     return torch.func.functional_call(model, values, (batch(1),)).detach()
@@ -248,7 +254,7 @@ USES: dict[str, Callable[[Model], Any]] = {
     for use in (
         evaluating, penalized, retained, on_cpu, autocast, regularized, decayed, skipped,
         clamped, loaded, aliased, interrupted, hooked, edited_within, moved, all_at_once,
-        functional,
+        transformed, functional,
     )
 }  # fmt: skip
 
