@@ -115,3 +115,17 @@ def test_few_buffers_are_on_the_device(tmp_path: Path, device: FakeDevice) -> No
     assert device.num_sent - sent == stats.block_bytes
     assert stats.block_loads == LAYERS + LAYERS - 3
     both.optimizer.close()
+
+
+def test_blocks_stay_streamed_if_the_device_has_no_room_for_all(
+    tmp_path: Path, device: FakeDevice
+) -> None:
+    both = Both(tmp_path / "run")
+    both.train(0)
+    both.step()
+    device.is_full = True
+    with pytest.warns(RuntimeWarning, match="are streamed still"):
+        both.optimizer.close()
+    both.train(1)
+    both._compare(lambda parameter: parameter.grad)
+    both._compare(lambda parameter: parameter)

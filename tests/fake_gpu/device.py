@@ -27,6 +27,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import offload
+from gds.errors import DeviceMemoryError
 from tests.fake_gpu.streams import GARBAGE, Streams
 
 _PACKAGE = offload.__path__[0] + "/"
@@ -157,6 +158,8 @@ class FakeDevice:
         self.num_kernels = 0
         self.num_fetched = self.num_sent = 0
         self.locked: list[torch.Tensor] = []
+        self.is_full = False
+        """Whether it has no more memory for the library."""
         self.buffers: set[int] = set()
         """Storages of buffers that the library has asked for."""
         self._keep: list[torch.Tensor] = []
@@ -333,6 +336,8 @@ class FakeDevice:
             self._unfenced = {k: p for k, p in self._unfenced.items() if p > event.position}
 
     def empty(self, nbytes: int) -> OnDevice:
+        if self.is_full:
+            raise DeviceMemoryError("the fake device has no memory left")
         made = OnDevice(torch.full((nbytes,), GARBAGE, dtype=torch.uint8))
         self.buffers.add(self._see(made))
         return made
