@@ -14,6 +14,7 @@ from offload.format.train_state import MAX_CAPACITY_BYTES
 Overlap: TypeAlias = Literal["forward", "backward"]
 """Part of the model's work that a step may run beside."""
 
+Gradients: TypeAlias = Literal["host", "drive"]
 Placement: TypeAlias = Literal["auto", "host", "device"]
 Verify: TypeAlias = Literal["restored", "at_restore", "always"]
 
@@ -203,6 +204,14 @@ class Options:
     ``step()``. If a backward goes on through the model to something else (a GAN's generator, an
     input), ``step()`` applies its gradients, and returns when that is done."""
 
+    gradients: Gradients | None = None
+    """Where gradients are between backward and ``step()``. None: where backward has made them.
+    ``"host"``: in host memory, so that a device needs no memory for them. ``"drive"``: in files
+    without a name on the drives of the store, so that hosts need no memory for them either; small
+    ones stay in host memory. ``p.grad`` stays a tensor of its shape, dtype and device on which
+    clipping, loss scaling, accumulation and ``zero_grad`` work as always. Parameters are then
+    updated on the CPU."""
+
     placement: Placement = "auto"
     """Place where parameters on a device are updated. ``"host"``: on the CPU, next to the drive.
     The gradients cross to the host, and the parameters cross both ways, chunk by chunk, while other
@@ -303,6 +312,7 @@ class Options:
             ("master", self.master, get_args(MasterFormat)),
             ("state_dtype", self.state_dtype, get_args(StateDtype)),
             ("overlap", self.overlap, (None, *get_args(Overlap))),
+            ("gradients", self.gradients, (None, *get_args(Gradients))),
             ("placement", self.placement, get_args(Placement)),
             ("verify", self.verify, get_args(Verify)),
         ):
@@ -310,6 +320,16 @@ class Options:
                 raise ValueError(
                     f"{name} must be one of {', '.join(map(str, known))}, got {value!r}"
                 )
+        if self.gradients is not None and self.placement == "device":
+            raise ValueError(
+                f'gradients={self.gradients!r} does not go with placement="device": gradients are '
+                'outside of the device then; use placement="host", or leave gradients out'
+            )
+        if self.gradients is not None and self.overlap == "backward":
+            raise ValueError(
+                f'gradients={self.gradients!r} has no effect with overlap="backward", which '
+                "applies gradients at once: leave one of them out"
+            )
         # Both are read whatever the placement, so that a wrong value is refused here.
         host_memory_bytes, device_memory_bytes = self.host_memory_bytes, self.device_memory_bytes
         if self.placement == "device" and (host_memory_bytes or self.memory_directory):

@@ -17,6 +17,7 @@ from offload.engine.seal_handle import SealHandle
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError
 from offload.format.layout import Layout
+from offload.gradients import values_for_step
 from offload.model.new_values import Step, Values
 from offload.model.parameters import memories
 from offload.model.watch import announce_uses
@@ -255,7 +256,7 @@ def _updater(
         layout=layout,
         groups=groups,
         parameters=memories(table.trainables),
-        gradients=gradients,
+        gradients=[values_for_step(gradient) for gradient in gradients],
         scalars=table.scalars,
         step=state.num_steps + 1,
         seed=state.options.rounding_seed,

@@ -141,6 +141,11 @@ class OffloadedOptimizer(CheckpointingOptimizer):
                 f"{'several ranks' if several else 'a tier'} yet: keep whole checkpoints, for "
                 "example with EverySteps(1000)"
             )
+        if several and options.gradients is not None:
+            raise ValueError(
+                f"gradients={options.gradients!r} does not work with several ranks yet: leave it "
+                "out, or train separate models with process_group=offload.SEPARATE"
+            )
         close_left_open()
         if options.overlap is not None:
             require_possible(options.overlap, model, several=several)
@@ -207,6 +212,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             try:
                 engine = Engine(state, strategy(state))
                 engine.require_space(self.param_groups)
+                engine.move_gradients(self.param_groups)
                 serving = ranks.serving()
                 uploads = self._open_tier(options, retention, engine, serving)
             except BaseException as error:

@@ -110,7 +110,7 @@ class PlacementChooser:
             gds.errors.RefusedError: ``placement="device"`` is set, and no kernel can be compiled
                 for the device; names the remedy.
         """
-        placement = self._options.placement
+        placement = self._options.placement if self._options.gradients is None else "host"
         if placement == "host" or not trainables:
             return None
         split = self._options.master == "split"

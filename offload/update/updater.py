@@ -24,6 +24,7 @@ from offload.errors import UnsupportedParameterError
 from offload.format.arrays import MASTER_LOW
 from offload.format.digests import LEAF_BYTES, Digests
 from offload.format.layout import Layout
+from offload.gradients import SpilledTensors, is_spilled
 from offload.update.device_step import DeviceStep, require_steppable
 from offload.update.kept_state import Scalars
 from offload.update.kernel import KernelStep, UpdateKernel
@@ -175,12 +176,14 @@ class HostUpdater(ChunkUpdater):
         traffic = traffic or Traffic()
         live = flat_tensors(inputs.parameters, writable=True, traffic=traffic)
         self._gradients = FlatTensors(inputs.gradients, writable=False)
-        self._staged: list[StagedTensors] = []
-        if isinstance(live, StagedTensors):
-            staged = StagedTensors(inputs.gradients, writable=False, traffic=traffic)
+        self._staged = [live] if isinstance(live, StagedTensors) else []
+        are_spilled = any(map(is_spilled, inputs.gradients))
+        if self._staged or are_spilled:
+            kind = SpilledTensors if are_spilled else StagedTensors
+            staged = kind(inputs.gradients, writable=False, traffic=traffic)
             self._gradients = staged
-            self._staged = [live, staged]
-            self.stages = True
+            self._staged.append(staged)
+        self.stages = bool(self._staged)
         codes: list[StepCode] = [TorchStep(keys, inputs, live, self._gradients)]
         if kernel is not None:
             codes.insert(0, KernelStep(kernel, keys, inputs, live, self._gradients))
