@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -86,7 +86,8 @@ class DriveHome:
 
     Args:
         region: Range of the file.
-        like: Tensor on the device ``meta`` that has the gradient's shape and dtype.
+        shape: Shape of the gradient.
+        dtype: Its dtype.
         settle: Function that waits until the values are on their way to the file.
         add: As in `MemoryHome`.
     """
@@ -96,7 +97,8 @@ class DriveHome:
     def __init__(
         self,
         region: Region,
-        like: torch.Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype,
         settle: Callable[[], None] = _nothing,
         *,
         norm: torch.Tensor | None = None,
@@ -105,7 +107,8 @@ class DriveHome:
         self.region = region
         self.factors: list[torch.Tensor | float] = []
         """Factors that the values in the file are multiplied by in turn, each with one rounding."""
-        self._like = like
+        self._shape = tuple(shape)
+        self._dtype = dtype
         self._settle = settle
         self._norm = norm
         self._add = add
@@ -123,8 +126,8 @@ class DriveHome:
     def read(self) -> torch.Tensor:
         """Return the values in new memory."""
         if self.is_zero:
-            return torch.zeros_like(self._like, device="cpu")
-        values = torch.empty_like(self._like, device="cpu")
+            return torch.zeros(self._shape, dtype=self._dtype, device="cpu")
+        values = torch.empty(self._shape, dtype=self._dtype, device="cpu")
         self.region.read(values)
         return self.scaled(values)
 

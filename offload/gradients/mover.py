@@ -145,9 +145,8 @@ class GradientMover:
     def _drive_home(self, gradient: torch.Tensor, norm: torch.Tensor | None) -> DriveHome:
         if self.spill is None:
             raise RuntimeError("gradients do not go to the drive")
-        like = torch.empty_like(gradient, device="meta")
-        region = self.spill.region(gradient.nbytes)
-        return DriveHome(region, like, self.settle, norm=norm, add=self._add)
+        region, shape = self.spill.region(gradient.nbytes), gradient.shape
+        return DriveHome(region, shape, gradient.dtype, self.settle, norm=norm, add=self._add)
 
     def _add(self, other: torch.Tensor, add: Callable[[torch.Tensor], object]) -> None:
         """Begin to add a tensor of a device to values in host memory or on the drive."""

@@ -143,7 +143,9 @@ def _quickly(func: Any, gradient: OutsideGradient, args: Any, kwargs: Any) -> to
     home, others = gradient.home, args[1:]
     if func is _aten.linalg_vector_norm.default and not kwargs and others in ((), (2,), (2.0,)):
         norm = home.norm()
-        return None if norm is None else norm.to(gradient.device)
+        if norm is None or norm.device == gradient.device:
+            return norm
+        return norm.to(gradient.device)
     done = False
     if func is _aten.mul_.Tensor and not kwargs and getattr(others[0], "ndim", 0) == 0:
         done = home.multiply(others[0])
@@ -159,23 +161,25 @@ def _quickly(func: Any, gradient: OutsideGradient, args: Any, kwargs: Any) -> to
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on lists one tensor at a time, so that one gradient is in memory at once."""
-    names = [argument.name for argument in func._schema.arguments]
-    if not func._schema.name.startswith(("aten::_foreach", "aten::_amp_foreach")):
-        return _run_at_home(func, args, kwargs)
-    num, found = len(args[0]), []
-    lists = [isinstance(value, (list, tuple)) and len(value) == num for value in args]
-    lists[0] = True
-    for number in range(num):
-        each = [[v[number]] if is_list else v for v, is_list in zip(args, lists, strict=True)]
-        one = {n: [v[number]] if _is_list(v, num) else v for n, v in kwargs.items() if n in names}
-        found.append(func(*each, **one))
-    if not found or found[0] is None:
+    num = len(args[0])
+    if func is _aten._foreach_zero_.default:
+        for tensor in args[0]:
+            tensor.zero_()
         return None
-    return [value for values in found for value in values]
+    if num == 1 or not func._schema.name.startswith(("aten::_foreach", "aten::_amp_foreach")):
+        return _run_at_home(func, args, kwargs)
 
+    def item(value: Any, number: int) -> Any:
+        """Return the part of an argument that belongs to one tensor."""
+        is_list = isinstance(value, (list, tuple)) and len(value) == num
+        return [value[number]] if is_list else value
 
-def _is_list(value: Any, num: int) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == num
+    found = []
+    for number in range(num):
+        each = [item(value, number) for value in args]
+        rest = {name: item(value, number) for name, value in kwargs.items()}
+        found.append(func(*each, **rest))
+    return None if found[0] is None else [value for values in found for value in values]
 
 
 def _run_at_home(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
