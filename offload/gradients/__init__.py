@@ -1,7 +1,8 @@
 """Gradients outside of the device: hooks that move them, and tensors that stand for them.
 
 `GradientMover` moves each gradient as soon as backward has made it, and leaves an `OutsideGradient`
-in ``p.grad``. A step reads the values from where they are. This wing may know `device` and `format`.
+in ``p.grad``. A step reads the values from where they are. This wing may know
+`device` and `format`.
 """
 
 from offload.gradients.mover import GradientMover
