@@ -111,7 +111,7 @@ class PlacementChooser:
                 for the device; names the remedy.
         """
         placement = self._options.placement
-        if placement == "host" or not trainables:
+        if placement == "host" or self._options.parameters == "drive" or not trainables:
             return None
         split = self._options.master == "split"
         if placement == "device":
