@@ -7,9 +7,11 @@ parameter that was added to the groups later.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice, takewhile
 
 from offload.format.chunk_plan import Piece
 from offload.format.header import DTYPE_BYTES
@@ -68,12 +70,19 @@ class ModelPlaces:
         return max((one.at + one.nbytes for one in last), default=0)
 
     def chunks_with(self, start: int, stop: int) -> list[int]:
-        """Return the chunks that write any of the bytes from `start` to `stop` of the data."""
-        return [
-            chunk
+        """Return the chunks that hold any of the bytes `start` to `stop` of the file's data."""
+        first = max(bisect_left(self._in_order, (start, 0, 0)) - 1, 0)
+        found = takewhile(lambda one: one[0] < stop, islice(self._in_order, first, None))
+        return [chunk for _, end, chunk in found if end > start]
+
+    @cached_property
+    def _in_order(self) -> list[tuple[int, int, int]]:
+        """First byte, one past the last byte, and chunk of each range, in the order of the file."""
+        return sorted(
+            (one.start, one.stop, chunk)
             for chunk, ranges in enumerate(self.ranges)
-            if any(one.start < stop and start < one.stop for one in ranges)
-        ]
+            for one in ranges
+        )
 
     def _ranges(self, pieces: Sequence[Piece]) -> list[ModelRange]:
         entries, parameters = self._layout.model_header.entries, self._layout.parameters
