@@ -347,6 +347,11 @@ def join_ranks(
             "DriveTuning(shares=...) is not supported with several ranks: each of them keeps its "
             "share of the state in one of the directories. Leave it out"
         )
+    if options.parameters == "drive":
+        raise ValueError(
+            'parameters="drive" is not supported with several ranks so far: leave it out, so that '
+            "only checkpoints write parameters"
+        )
     group = process_group if isinstance(process_group, dist.ProcessGroup) else None
     named = all_parameters(param_groups, model)
     has_fused = any(one.get("fused") for one in param_groups)

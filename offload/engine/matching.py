@@ -205,9 +205,14 @@ def _not_given(
 
 
 def whole_copy(
-    store: StateStore, slot: Slot, captured: Captured, buffers: BlockBuffers
+    store: StateStore,
+    slot: Slot,
+    captured: Captured,
+    buffers: BlockBuffers,
+    *,
+    reads_back: bool = False,
 ) -> WholeCopy:
-    """Return the copy of all tensors that a seal makes into its slot."""
+    """Return the copy of all tensors that a seal makes into its slot; see `WholeCopy`."""
     return WholeCopy(
         slot.layout,
         captured.stored,
@@ -217,6 +222,7 @@ def whole_copy(
         slot.model_leaves,
         captured.marks,
         partial(_clone_source, store, slot),
+        reads_back=reads_back,
     )
 
 

@@ -264,7 +264,14 @@ def _updater(
     )
     if state.compute is None:
         kernel = state.kernel.kernel
-        host = HostUpdater(state.rule, state.pool, inputs, kernel=kernel, traffic=traffic)
+        host = HostUpdater(
+            state.rule,
+            state.pool,
+            inputs,
+            kernel=kernel,
+            traffic=traffic,
+            copies_all=state.options.parameters == "drive",
+        )
         state.update_code = host.code(state.kernel.code)
         return host
     updater = DeviceUpdater(state.rule, state.pool, inputs, compute=state.compute)

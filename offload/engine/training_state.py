@@ -256,7 +256,8 @@ class TrainingState:
             ring = self.ring()
             model = self.ranks.model_copy(slot, captured.stored, captured.marks)
             if model is None:
-                model = whole_copy(self.store, cast(Slot, slot), captured, self.block_buffers())
+                own, buffers, reads_back = cast(Slot, slot), self.block_buffers(), ring.writes_model
+                model = whole_copy(self.store, own, captured, buffers, reads_back=reads_back)
             flush = ring.flush()
         try:
             seal = Seal(self.store, slot, captured, model, flush, self.meter)

@@ -126,6 +126,7 @@ def write_model(
             found.digests.append(context.digest_leaves(MODEL_ARRAY, index, leaves))
             writer.finish(index, start, buffer, leaves)
         writer.finish_writes()
+        known.readable = True  # from now on, whatever is forgotten singly has been written here
     finally:
         writer.wait()
     return found
@@ -170,20 +171,20 @@ class _Writer:
         for write in self._writes.get(last, []):
             write.result()
         self._writes.pop(last, None)
-        if self._known.of(index) is None and not self._can_clone(index, start, stop):
-            num_leaves = -(-(stop - start) // LEAF_BYTES)
-            self._start_reading(start, stop, range(num_leaves))
+        known = self._known.leaves(index, -(-(stop - start) // LEAF_BYTES))
+        unknown = [n for n, held in enumerate(known) if held is None]
+        if unknown and not self._can_clone(index, start, stop):
+            self._start_reading(start, stop, unknown)
 
     def finish(self, index: int, start: int, buffer: Buffer, leaves: bytes) -> None:
         """Begin to write leaves that a block of the file lacks; the writes go on after return."""
-        wanted, known = _split(leaves), self._known.of(index)
-        missing = list(range(len(wanted)))
-        if known is not None:
-            missing = [n for n, held in enumerate(_split(known)) if held != wanted[n]]
+        wanted = _split(leaves)
+        known = self._known.leaves(index, len(wanted))
+        missing = [n for n, held in enumerate(known) if held != wanted[n]]
         missing = self._clone(index, start, buffer.nbytes, missing, wanted)
-        if known is None:
+        if unknown := [n for n in missing if known[n] is None]:
             if not self._back.is_under_way:
-                self._start_reading(start, start + buffer.nbytes, missing)
+                self._start_reading(start, start + buffer.nbytes, unknown)
             missing = self._not_held(missing, wanted)
         writes = self._writes[index] = []
         for first, last in _spans(missing, buffer.nbytes):
@@ -209,7 +210,7 @@ class _Writer:
         source = self._source
         return (
             source is not None
-            and source.leaves.of(index) is not None
+            and None not in source.leaves.leaves(index, -(-(stop - start) // LEAF_BYTES))
             and not source.trained.touch(start - CLONE_REACH_BYTES, stop + CLONE_REACH_BYTES)
         )
 
@@ -220,7 +221,7 @@ class _Writer:
         source = self._source
         if not missing or source is None or not self._can_clone(index, start, start + nbytes):
             return missing
-        held = _split(source.leaves.of(index) or b"")
+        held = source.leaves.leaves(index, len(wanted))
         # The last leaf of a file may end inside a block of the file system.
         num_whole = nbytes // LEAF_BYTES if nbytes % ALIGNMENT else len(wanted)
         same = [n for n in missing if held[n] == wanted[n] and n < num_whole]
@@ -329,6 +330,8 @@ class WholeCopy:
         marks: Positions in the streams of devices; the tensors have their values there.
         source: Function that returns a file that unchanged content may be cloned from. It is given
             the ranges of trained tensors.
+        reads_back: Whether the seal also reads back what a step may have changed, because steps
+            have written nearly all of it to the file.
     """
 
     def __init__(
@@ -341,6 +344,8 @@ class WholeCopy:
         known: KnownLeaves,
         marks: Marks,
         source: Callable[[TensorRanges], CloneSource | None],
+        *,
+        reads_back: bool = False,
     ) -> None:
         header = layout.model_header
         self._entries = header.entries
@@ -353,7 +358,7 @@ class WholeCopy:
         trained = {spec.name for spec in layout.parameters}
         changing = {s.spec.name for s in stored if s.parameter.requires_grad} & trained
         self._trained = TensorRanges(header, trained)
-        self._changing = TensorRanges(header, changing)
+        self._changing = TensorRanges(header, () if reads_back else changing)
         self._image = ModelImage(header, tensors, marks, buffers.traffic)
 
     @property

@@ -445,7 +445,7 @@ def _require_possible(options: Options) -> None:
             'overlap="backward" cannot be used with a server: use overlap="forward", or a '
             "directory of this machine"
         )
-    for name in ("tier", "backend", "trace", "device_memory", "gradients"):
+    for name in ("tier", "backend", "trace", "device_memory", "gradients", "parameters"):
         if getattr(options, name) != getattr(default, name):
             raise NearError(
                 f"{name}= cannot be used with a server: leave it out, or use a directory of this "

@@ -110,7 +110,9 @@ class PlacementChooser:
             gds.errors.RefusedError: ``placement="device"`` is set, and no kernel can be compiled
                 for the device; names the remedy.
         """
-        placement = self._options.placement if self._options.gradients is None else "host"
+        options = self._options
+        is_outside = options.gradients is not None or options.parameters == "drive"
+        placement = "host" if is_outside else options.placement
         if placement == "host" or not trainables:
             return None
         split = self._options.master == "split"

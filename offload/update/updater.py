@@ -25,6 +25,7 @@ from offload.format.arrays import MASTER_LOW
 from offload.format.digests import LEAF_BYTES, Digests
 from offload.format.layout import Layout
 from offload.gradients import SpilledTensors, is_spilled
+from offload.update.coding.decoder import NewValues, copy_values
 from offload.update.device_step import DeviceStep, require_steppable
 from offload.update.kept_state import Scalars
 from offload.update.kernel import KernelStep, UpdateKernel
@@ -55,6 +56,7 @@ class ChunkUpdater(ABC):
     device: torch.device
     """Device on which chunks are updated."""
 
+    _live: FlatTensors
     _gradients: FlatTensors
     _codes: Sequence[StepCode]
     """Code that steps elements: each takes what it can, and the last one everything."""
@@ -92,9 +94,16 @@ class ChunkUpdater(ABC):
         """Wait until the data that `prepare` requested has arrived."""
 
     def update(
-        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
+        self,
+        chunk: int,
+        arrays: Mapping[str, torch.Tensor],
+        digests: Digests | None = None,
+        model: NewValues = (),
     ) -> None:
-        """Step one chunk. On return, the memory of `arrays` is free for other uses."""
+        """Step one chunk. On return, the memory of `arrays` is free for other uses.
+
+        The new values of parameters are copied into `model`: those that are not stepped as well.
+        """
         with self._loaded(chunk, arrays, digests) as loaded:
             numbers = np.arange(len(self._layout.plans[chunk].pieces))
             calls: list[Call] = []
@@ -106,6 +115,7 @@ class ChunkUpdater(ABC):
                 if not len(numbers):
                     break
             self._run(calls)
+            copy_values(self._live, model)
             for code in asked:
                 code.done(loaded)
 
@@ -154,6 +164,8 @@ class HostUpdater(ChunkUpdater):
         inputs: Everything that the step computes with.
         kernel: Kernel that steps the parameters that it can; None for torch's code only.
         traffic: Counter of the bytes that cross between the host and the parameters' device.
+        copies_all: Whether parameters that are not stepped are copied from their device as well,
+            because `update` is given memory for them.
     """
 
     device = HOST
@@ -166,6 +178,7 @@ class HostUpdater(ChunkUpdater):
         *,
         kernel: UpdateKernel | None = None,
         traffic: Traffic | None = None,
+        copies_all: bool = False,
     ) -> None:
         # State that is stored exactly needs the bits of torch's default step; see
         # `UpdateRule.fused`.
@@ -173,8 +186,9 @@ class HostUpdater(ChunkUpdater):
         keys = StepKeys(rule, pool, inputs, may_fuse=may_fuse)
         super().__init__(inputs.layout, keys)
         self._pool = pool
+        self._copies_all = copies_all
         traffic = traffic or Traffic()
-        live = flat_tensors(inputs.parameters, writable=True, traffic=traffic)
+        self._live = live = flat_tensors(inputs.parameters, writable=True, traffic=traffic)
         self._gradients = FlatTensors(inputs.gradients, writable=False)
         self._staged = [live] if isinstance(live, StagedTensors) else []
         are_spilled = any(map(is_spilled, inputs.gradients))
@@ -193,7 +207,8 @@ class HostUpdater(ChunkUpdater):
         """Begin to copy a chunk's parameters and gradients from their device to the host."""
         keys = self._keys.of
         pieces = self._layout.plans[chunk].pieces
-        pieces = tuple(p for p in pieces if keys[p.parameter].is_updated)
+        if not self._copies_all:
+            pieces = tuple(p for p in pieces if keys[p.parameter].is_updated)
         for tensors in self._staged:
             tensors.prepare(chunk, pieces, lambda index: keys[index].has_gradient)
 
@@ -258,7 +273,7 @@ class DeviceUpdater(ChunkUpdater):
                         f"but its state was updated on {self.device} before: move it back"
                     )
         self._compute = compute
-        live = FlatTensors(parameters, writable=True)
+        self._live = live = FlatTensors(parameters, writable=True)
         self._gradients = FlatTensors(gradients, writable=False)
         self._begun = list(marks_of([*parameters, *gradients]).values())
         self._given: dict[int, Event] = {}

@@ -39,8 +39,9 @@ class Custom(offload.LastK):
         ({"backend": MemoryBackend()}, "backend="),
         ({"placement": "device"}, 'placement="device"'),
         ({"host_memory": "/mnt/cxl"}, "host_memory="),
+        ({"parameters": "drive"}, "parameters="),
     ],
-    ids=["backward", "tier", "backend", "device", "dax"],
+    ids=["backward", "tier", "backend", "device", "dax", "parameters"],
 )
 def test_options_that_need_the_state_here(
     server: Server, settings: dict[str, Any], named: str

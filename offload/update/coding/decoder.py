@@ -28,6 +28,10 @@ the next block is requested. A parameter that has no state yet has a master only
 is its own master, so its blocks have no master."""
 
 
+NewValues: TypeAlias = Sequence[tuple[Sequence[Piece], torch.Tensor]]
+"""Flat memory for the values of live parameters, each with the pieces that it is for, in order."""
+
+
 class ParameterViews(Protocol):
     """Flat parameters, such as `FlatTensors`."""
 
@@ -38,6 +42,12 @@ class ParameterViews(Protocol):
     def finish(self, pieces: Sequence[Piece]) -> None:
         """Report that elements of pieces, which have been viewed, are not used any more."""
         ...
+
+
+def copy_values(live: ParameterViews, into: NewValues) -> None:
+    """Copy live parameters into flat memory of the host, as they are."""
+    for pieces, out in into:
+        torch.cat(live.views(pieces), out=out)
 
 
 class StoredParameters:

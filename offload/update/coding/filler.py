@@ -18,7 +18,9 @@ from offload.format.layout import Layout
 from offload.update.coding import rounding
 from offload.update.coding.coder import StateCoder
 from offload.update.coding.decoder import (
+    NewValues,
     ParameterViews,
+    copy_values,
     cut_by_parameter,
     has_master,
     kept_arrays,
@@ -124,8 +126,9 @@ class StateFiller:
         chunk: int,
         arrays: Mapping[str, torch.Tensor],
         digests: Digests | None = None,  # noqa: ARG002  (taken when the chunk is put)
+        model: NewValues = (),
     ) -> None:
-        """Fill one chunk."""
+        """Fill one chunk, and `model` with the values of its parameters."""
         plan = self._layout.plans[chunk]
         with on_host(self._live, chunk, plan.pieces):
             for span in cut_by_parameter(plan):
@@ -133,6 +136,7 @@ class StateFiller:
                 self._fill(piece, stored_block(span, arrays))
                 if self._progress is not None:
                     self._progress(piece.stop - piece.start)
+            copy_values(self._live, model)
 
     def prepare(self, chunk: int) -> None:
         """Do nothing: nothing can begin before `update`."""
