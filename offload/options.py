@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, get_args
 
@@ -15,10 +16,10 @@ Overlap: TypeAlias = Literal["forward", "backward"]
 """Part of the model's work that a step may run beside."""
 
 Gradients: TypeAlias = Literal["host", "drive"]
-Placement: TypeAlias = Literal["auto", "host", "device"]
-Parameters: TypeAlias = Literal["drive"]
-"""Place outside of memory where parameters are."""
+Parameters: TypeAlias = Literal["host", "drive"]
+"""Place of the parameters of blocks that are not in use."""
 
+Placement: TypeAlias = Literal["auto", "host", "device"]
 Verify: TypeAlias = Literal["restored", "at_restore", "always"]
 
 _MIN_CHUNK_BYTES = ALIGNMENT
@@ -215,6 +216,19 @@ class Options:
     clipping, loss scaling, accumulation and ``zero_grad`` work as always. Parameters are then
     updated on the CPU."""
 
+    parameters: Parameters | None = None
+    """Where the parameters of repeated blocks are while they are not used; needs ``model=``. None:
+    where the model has them. ``"host"``: in page-locked host memory. ``"drive"``: in the
+    ``model.safetensors`` of the slot, which steps write together with the state, so that a
+    checkpoint writes no trained parameter. A block's parameters are in one of three buffers on the
+    device only while the block runs, or is read ahead. Any other use through torch loads them as
+    well, and an edit counts. Parameters are then updated on the CPU."""
+
+    blocks: str | Sequence[str] | None = None
+    """Names of the modules that are blocks, with `parameters`: patterns such as
+    ``"encoder.layer.*"``. None: the members of every ``ModuleList`` whose modules have one
+    class."""
+
     placement: Placement = "auto"
     """Place where parameters on a device are updated. ``"host"``: on the CPU, next to the drive.
     The gradients cross to the host, and the parameters cross both ways, chunk by chunk, while other
@@ -224,12 +238,6 @@ class Options:
     at the first step. ``"auto"``: the place where a step takes less time, according to measurements
     of the drive, the CPU and the link; the CPU if the difference is small, or if parameters are in
     host memory when the optimizer is made. The two places round differently in the last bit."""
-
-    parameters: Parameters | None = None
-    """``"drive"``: a step writes new parameters into the slot's ``model.safetensors`` in the same
-    pass as the state, and a checkpoint then writes none that a step has written. Every step writes
-    2 bytes per 16-bit parameter more (4 for FP32). None: only checkpoints write parameters. It
-    needs a directory of this machine, one rank, and steps on the CPU."""
 
     rounding_seed: int = 0
     """Seed of the stochastic rounding of ``state_dtype="bfloat16"``. It is not stored. Pass the
@@ -322,24 +330,15 @@ class Options:
             ("state_dtype", self.state_dtype, get_args(StateDtype)),
             ("overlap", self.overlap, (None, *get_args(Overlap))),
             ("gradients", self.gradients, (None, *get_args(Gradients))),
-            ("placement", self.placement, get_args(Placement)),
             ("parameters", self.parameters, (None, *get_args(Parameters))),
+            ("placement", self.placement, get_args(Placement)),
             ("verify", self.verify, get_args(Verify)),
         ):
             if value not in known:
                 raise ValueError(
                     f"{name} must be one of {', '.join(map(str, known))}, got {value!r}"
                 )
-        if self.gradients is not None and self.placement == "device":
-            raise ValueError(
-                f'gradients={self.gradients!r} does not go with placement="device": gradients are '
-                'outside of the device then; use placement="host", or leave gradients out'
-            )
-        if self.gradients is not None and self.overlap == "backward":
-            raise ValueError(
-                f'gradients={self.gradients!r} has no effect with overlap="backward", which '
-                "applies gradients at once: leave one of them out"
-            )
+        self._require_outside_possible()
         # Both are read whatever the placement, so that a wrong value is refused here.
         host_memory_bytes, device_memory_bytes = self.host_memory_bytes, self.device_memory_bytes
         if self.placement == "device" and (host_memory_bytes or self.memory_directory):
@@ -377,6 +376,29 @@ class Options:
                 "threads and request_bytes have no effect on a backend that is passed in: set them "
                 "there"
             )
+
+    @property
+    def block_patterns(self) -> tuple[str, ...]:
+        """The patterns of `blocks`; none if blocks are to be found."""
+        return (self.blocks,) if isinstance(self.blocks, str) else tuple(self.blocks or ())
+
+    def _require_outside_possible(self) -> None:
+        """Refuse values of `gradients`, `parameters` and `blocks` that exclude others."""
+        if self.gradients is not None and self.placement == "device":
+            raise ValueError(
+                f'gradients={self.gradients!r} does not go with placement="device": gradients are '
+                'outside of the device then; use placement="host", or leave gradients out'
+            )
+        if self.gradients is not None and self.overlap == "backward":
+            raise ValueError(
+                f'gradients={self.gradients!r} has no effect with overlap="backward", which '
+                "applies gradients at once: leave one of them out"
+            )
+        if self.blocks is not None and self.parameters is None:
+            raise ValueError("blocks has no effect without parameters: set parameters as well")
+        patterns: tuple[object, ...] = self.block_patterns
+        if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+            raise ValueError(f"blocks must be names or patterns of modules, got {self.blocks!r}")
 
     @property
     def memory_directory(self) -> MemoryDirectory | None:

@@ -51,8 +51,9 @@ MAY_KNOW = {
 BELOW_ENGINE = {*MAY_KNOW} | {"torch", "gds"}
 MAY_KNOW["engine"] = BELOW_ENGINE
 MAY_KNOW["overlap"] = BELOW_ENGINE | {"engine"}
+MAY_KNOW["blocks"] = BELOW_ENGINE | {"engine"}
 MAY_KNOW["near"] = BELOW_ENGINE | {"engine", "overlap"}
-MAY_KNOW["optimizer"] = BELOW_ENGINE | {"engine", "overlap", "near"}
+MAY_KNOW["optimizer"] = BELOW_ENGINE | {"engine", "overlap", "blocks", "near"}
 MAY_KNOW["serve"] = BELOW_ENGINE | {"engine", "near", "optimizer"}
 MAY_KNOW["classes"] = MAY_KNOW["grad_scaler"] = BELOW_ENGINE | {"optimizer"}
 MAY_KNOW["__init__"] = BELOW_ENGINE | {"engine", "optimizer", "classes", "grad_scaler"}

@@ -105,6 +105,15 @@ class Boundary:
         if sent is not None:
             torch.cuda.current_stream(self._device).wait_event(sent)
 
+    def follow(self, event: torch.cuda.Event) -> None:
+        """Make the calling thread's current stream wait for a point."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return memory on the device as bytes. It may be used after the present point."""
+        with named_errors(self._device, "allocate a buffer"):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return page-locked host memory as bytes, from torch's pool, which copies keep alive."""
         return pinned((nbytes,), torch.uint8, self._device)

@@ -31,6 +31,7 @@ from offload.format.manifest import encode_group
 from offload.format.train_state import EncodedState, encode
 from offload.format.unreadable import as_unreadable
 from offload.gradients import GradientMover
+from offload.model.homes import written
 from offload.retention.pins import FoundPins
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import FrozenSpace, StateSlot, StateStore
@@ -395,7 +396,8 @@ class Engine:
 
     def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of torch; see `OffloadedOptimizer.load_state_dict`. Collective."""
-        load_tensors(self, groups, state_dict)
+        with written():
+            load_tensors(self, groups, state_dict)
 
     def materialize(self, groups: Groups) -> MaterializedState:
         """Read the present state into memory; see `OffloadedOptimizer.materialized`."""

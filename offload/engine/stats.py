@@ -141,6 +141,27 @@ class Stats:
     from_server_bytes: int = 0
     """Bytes received from the server that updates: parameters; 0 without one."""
 
+    block_loads: int = 0
+    """Number of times that a block's parameters were loaded, with ``Options(parameters=...)``."""
+
+    block_loads_ahead: int = 0
+    """Those of `block_loads` that had been begun before the block was needed."""
+
+    block_loads_waited: int = 0
+    """Those of `block_loads_ahead` that had not ended when the block was needed."""
+
+    block_loads_unused: int = 0
+    """Loads that were begun ahead, and then not needed."""
+
+    block_bytes: int = 0
+    """Bytes of parameters that these loads have moved into buffers."""
+
+    block_buffers: int = 0
+    """Most buffers that parameters of blocks have been in at once."""
+
+    wait_blocks_s: float = 0.0
+    """Seconds that the training thread waited for parameters of blocks."""
+
     tier: TierStats | None = None
     """Uploads to the tier, with the last decisions; None without ``Options(tier=...)``."""
 

@@ -18,6 +18,7 @@ from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError
 from offload.format.layout import Layout
 from offload.gradients import values_for_step
+from offload.model.homes import home_of
 from offload.model.new_values import Step, Values
 from offload.model.parameters import memories
 from offload.model.watch import announce_uses
@@ -251,7 +252,7 @@ def _updater(
 ) -> ChunkUpdater:
     """Return what updates the chunks of a step, on the device that was chosen for it."""
     table, traffic = state.table, state.meter.traffic
-    announce_uses(t.parameter for t in table.trainables)
+    announce_uses(t.parameter for t in table.trainables if home_of(t.parameter) is None)
     inputs = StepInputs(
         layout=layout,
         groups=groups,

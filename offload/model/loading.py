@@ -18,6 +18,7 @@ from offload.errors import MismatchError
 from offload.format.layout import ModelTensor
 from offload.format.unreadable import reading
 from offload.model.buffer_watch import digest_of
+from offload.model.homes import written
 from offload.model.load_path import (
     ENCODED,
     as_tensor,
@@ -87,7 +88,7 @@ def load_parameters(
         live = {n: what for n, (_, what) in tensors.items()}
         instead = "or name a checkpoint of this model"
         check_same(wanted, live, opened.path, call="load_parameters()", instead=instead)
-        with reading(opened.path):
+        with reading(opened.path), written():
             whole = [LiveBox.whole(n, tensor) for n, (tensor, _) in tensors.items()]
             read_model(opened.backend, opened.path, manifest, whole, parts=parts)
         give_back(model, stored, opened.path)

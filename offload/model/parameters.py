@@ -18,8 +18,9 @@ from offload.errors import (
 )
 from offload.format.arrays import StateFormat
 from offload.format.layout import ParameterSpec
+from offload.model.homes import home_of
 from offload.model.process_groups import require_whole
-from offload.model.shards import Shard, Shards, cut_of
+from offload.model.shards import Shard, Shards, at_home, cut_of
 from offload.update.dtypes import DTYPE_CODES
 from offload.update.kept_state import Rule
 from offload.update.rules import UpdateRule
@@ -174,8 +175,11 @@ def make_trainable(
     """
     dtype = DTYPE_CODES[parameter.dtype]
     if shards is None:
+        home = home_of(parameter)
         return Trainable(
-            ParameterSpec(name, dtype, tuple(parameter.shape), group, arrays), parameter
+            ParameterSpec(name, dtype, tuple(parameter.shape), group, arrays),
+            parameter,
+            None if home is None else at_home(parameter, home),
         )
     shard = shards(name, parameter)
     if shard is None or shard.is_empty:

@@ -6,6 +6,7 @@ name, the group and the identity. A `Shard` gives the memory and its gradient:
 - `whole`: the memory is the parameter itself.
 - `rows`: the memory is some rows of a parameter that every rank holds, as in DDP.
 - `local`: the memory is the local part of a DTensor, as in FSDP2 and tensor parallelism.
+- `at_home`: the memory is elsewhere, and the parameter is filled from it only while it is used.
 
 Views are taken anew at each use, because torch may replace the memory of a parameter: FSDP2 does so
 at the first forward. ``torch.distributed.tensor`` is only imported if a DTensor is met.
@@ -78,6 +79,16 @@ buffer, also for frozen ones, and may be called again at any time."""
 def whole(parameter: torch.Tensor) -> Shard:
     """Return the shard that is the whole tensor."""
     return Shard(parameter, None, _itself)
+
+
+def at_home(parameter: torch.Tensor, home: torch.Tensor) -> Shard:
+    """Return the shard that is the whole of a parameter whose values are in its home.
+
+    Args:
+        parameter: Parameter of the model.
+        home: Memory of the parameter's shape; see `offload.model.homes`.
+    """
+    return Shard(parameter, None, lambda tensor: home if tensor is parameter else tensor)
 
 
 def rows(parameter: torch.Tensor, start: int, stop: int) -> Shard:

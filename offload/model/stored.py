@@ -13,6 +13,7 @@ from offload.device.boundary import is_reachable
 from offload.errors import UnsupportedParameterError
 from offload.format.layout import ModelTensor
 from offload.model.buffer_watch import digest_of
+from offload.model.homes import home_of
 from offload.model.load_path import ENCODED, as_tensor, is_taken
 from offload.model.memory_overlap import Spans, has_memory
 from offload.model.parameters import (
@@ -72,7 +73,8 @@ class Stored:
         """
         tensor = self.tensor.detach()
         tensor = tensor.clone() if self.by_value else tensor
-        memory = tensor if self.tensor is self.parameter else self.parameter.detach()
+        is_whole = self.tensor is self.parameter or self.tensor is home_of(self.parameter)
+        memory = tensor if is_whole else self.parameter.detach()
         return Stored(
             self.spec,
             self.parameter,
@@ -237,7 +239,8 @@ def digests_of_untaken(model: torch.nn.Module | None, stored: Sequence[Stored]) 
 def _part(name: str, tensor: torch.Tensor, shards: Shards | None) -> torch.Tensor | None:
     """Return this rank's part of a tensor that is not stepped; None if other ranks store it all."""
     if shards is None:
-        return tensor
+        home = home_of(tensor)
+        return tensor if home is None else home
     shard = shards(name, tensor)
     return None if shard is None or shard.is_empty else shard.tensor()
 

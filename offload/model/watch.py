@@ -90,6 +90,12 @@ _NOT_READING = {
 ``dim()`` is not among them, because `torch.vmap` calls nothing else before it reads.
 """
 
+_OF_LAYOUT = {
+    *(getattr(_T, name) for name in ("stride", "storage_offset", "is_contiguous")),
+    *(getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "rand", "randn")),
+}
+"""Those of `_NOT_READING` whose results depend on the strides of a tensor."""
+
 _set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _WATCH, _ORIGINAL = "_offload_watch", "_offload_original"
@@ -117,6 +123,8 @@ class Watch:
         after_use: If given, a tensor that got its own class back for a call of a function is
             watched again after the call; `after_use` is then called with the tensor, the function
             and its result.
+        knows_layout: Whether a watched tensor has its true strides. If not, asking for them is a
+            use that is announced.
     """
 
     def __init__(
@@ -124,10 +132,13 @@ class Watch:
         before_use: Callable[[torch.Tensor | None], bool],
         label: str = "watched",
         after_use: Callable[[torch.Tensor, Callable[..., Any], Any], None] | None = None,
+        *,
+        knows_layout: bool = True,
     ) -> None:
         self._before_use = before_use
         self.label = label
         self.after_use = after_use
+        self._not_reading = _NOT_READING if knows_layout else _NOT_READING - _OF_LAYOUT
         _watches.add(self)
         self._watched: dict[int, torch.Tensor] = {}
         self._classes: dict[type, type | None] = {}
@@ -202,6 +213,7 @@ class Watch:
             return self._classes[original]
         watch = weakref.ref(self)
         own = getattr(original, "__torch_function__", None)
+        not_reading = self._not_reading
         is_plain = own is torch._C._disabled_torch_function_impl or (
             getattr(own, "__func__", None) is _T.__torch_function__.__func__
         )
@@ -215,7 +227,7 @@ class Watch:
             kwargs: dict[str, Any] | None = None,
         ) -> Any:
             """Run a function that takes a watched tensor, after an announcement if needed."""
-            if is_plain and func in _NOT_READING:
+            if is_plain and func in not_reading:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
             return _call(kind, func, args, kwargs or {})

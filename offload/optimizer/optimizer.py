@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -12,10 +13,12 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from offload.ambient import neutral
+from offload.blocks import require_streamable, streaming_for
 from offload.distributed.ranks import Ranks
 from offload.engine.engine import Engine
 from offload.engine.reference import is_reference
 from offload.engine.state_dict import make_reference
+from offload.engine.stepping import StepStrategy
 from offload.engine.training_state import TrainingState
 from offload.errors import NearError, OffloadError
 from offload.exchange.carried_reference import carry, uncarried
@@ -147,8 +150,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
                 "out, or train separate models with process_group=offload.SEPARATE"
             )
         close_left_open()
-        if options.overlap is not None:
-            require_possible(options.overlap, model, several=several)
+        _require_possible(options, model, several=several, is_remote=is_remote(directory))
         self._engine = None
         self._uploads = None
         self._recorder = None
@@ -198,7 +200,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             if on_device:
                 split = options.master == "split"
                 require_steppable(rule, self.param_groups, options.state_dtype, split=split)
-            strategy = strategy_for(options.overlap, model)
+            strategy = _strategy_for(options, model)
             state = TrainingState(
                 rule,
                 as_directories(directory),
@@ -507,3 +509,22 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         """
         self._live_engine().strategy.require_unscaled()
         raise AttributeError("_step_supports_amp_scaling")
+
+
+def _require_possible(
+    options: Options, model: torch.nn.Module | None, *, several: bool, is_remote: bool
+) -> None:
+    """Refuse options that do not work with the model, before anything is opened."""
+    if options.parameters is not None:
+        require_streamable(options, model, several=several, is_remote=is_remote)
+    if options.overlap is not None:
+        require_possible(options.overlap, model, several=several)
+
+
+def _strategy_for(
+    options: Options, model: torch.nn.Module | None
+) -> Callable[[TrainingState], StepStrategy]:
+    """Return what makes the strategy of steps that the options ask for."""
+    if options.parameters is not None and model is not None:
+        return partial(streaming_for, model, options)
+    return strategy_for(options.overlap, model)

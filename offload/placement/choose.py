@@ -111,7 +111,7 @@ class PlacementChooser:
                 for the device; names the remedy.
         """
         options = self._options
-        is_outside = options.gradients is not None or options.parameters == "drive"
+        is_outside = options.gradients is not None or options.parameters is not None
         placement = "host" if is_outside else options.placement
         if placement == "host" or not trainables:
             return None

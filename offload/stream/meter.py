@@ -200,6 +200,13 @@ class Meter:
     wait_device_s: float = 0.0
     moved_gradient_bytes: int = 0
     copied_gradient_bytes: int = 0
+    block_loads: int = 0
+    block_loads_ahead: int = 0
+    block_loads_waited: int = 0
+    block_loads_unused: int = 0
+    block_bytes: int = 0
+    block_buffers: int = 0
+    wait_blocks_s: float = 0.0
     seal_s: float = 0.0
     restore_s: float = 0.0
     failed_seal: str = ""

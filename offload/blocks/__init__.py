@@ -1,0 +1,61 @@
+"""Parameters of repeated blocks, which are on the device only while they are used.
+
+This wing may know `engine` and every wing below it. It never imports the optimizer. A block's
+parameters are kept in their home, which is host memory; the step and the checkpoints work there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.engine.stepping import StepStrategy
+from offload.engine.training_state import TrainingState
+from offload.errors import UnsupportedParameterError
+from offload.options import Options
+
+__all__ = ["require_streamable", "streaming_for"]
+
+
+def require_streamable(
+    options: Options, model: torch.nn.Module | None, *, several: bool, is_remote: bool
+) -> None:
+    """Check, before anything is opened, that the blocks of a model can be streamed.
+
+    Args:
+        options: Settings with `parameters`.
+        model: The module that is called in training; None if the user has not given it.
+        several: Whether several ranks train the model.
+        is_remote: Whether a server has the store.
+
+    Raises:
+        ValueError: There is no model, no such block, or a setting does not work with the others.
+        UnsupportedParameterError: A parameter in a block cannot be moved.
+    """
+    setting = f"parameters={options.parameters!r}"
+    if model is None:
+        raise ValueError(f"{setting} needs model=, the module that is called in training")
+    others = {
+        "several ranks (DistributedDataParallel, FSDP)": several,
+        "a server as directory=": is_remote,
+        f"overlap={options.overlap!r}": options.overlap is not None,
+        'placement="device"': options.placement == "device",
+    }
+    for other, is_wanted in others.items():
+        if is_wanted:
+            raise ValueError(f"{setting} does not work with {other} yet: leave one of them out")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.jit.ScriptModule):
+            raise UnsupportedParameterError(
+                f"{setting} does not work with a {type(module).__name__} yet, and "
+                f"{repr(name) if name else 'the model'} is one: pass a plain module"
+            )
+    from offload.blocks.units import find_units
+
+    find_units(model, options.block_patterns)
+
+
+def streaming_for(model: torch.nn.Module, options: Options, state: TrainingState) -> StepStrategy:
+    """Return the strategy of steps of a model whose blocks are streamed; see `StreamedSteps`."""
+    from offload.blocks.steps import StreamedSteps
+
+    return StreamedSteps(state, model, options.block_patterns)

@@ -1,0 +1,427 @@
+"""Streaming: which units are in buffers, and how their parameters come and go.
+
+- A unit that is loaded has a buffer, of which each parameter's ``data`` is a view. A unit that is
+  dropped has none: ``data`` is one NaN that is expanded to the shape, and the parameter is watched
+  (see `offload.model.watch`). So any use of it through torch loads its unit first.
+- A parameter is also watched while its unit is loaded, except within calls of its block. A use
+  from outside marks it: the unit then stays loaded as long as something outside refers to its
+  buffer, so that an alias stays an alias, and the value is brought home, so that edits count.
+- A graph may have saved the parameter itself, which would see the NaN. Within calls of its block,
+  hooks prevent that; after any other use, the unit stays loaded while a graph has the parameter.
+- Loading is exact, whoever asks. Reading ahead is a guess (what followed the same use the last
+  time), and can only cost time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import torch
+from torch.autograd.graph import increment_version
+
+from offload.ambient import neutral
+from offload.blocks.places import place_of
+from offload.blocks.pool import Pool, num_references
+from offload.blocks.sources import HostSource
+from offload.blocks.units import ALIGNMENT, Arrival, Member, Unit
+from offload.device.boundary import HOST
+from offload.errors import MismatchError, UnsupportedParameterError
+from offload.model.homes import Keeper
+from offload.model.watch import Watch
+from offload.stream.meter import Meter
+
+NUM_BUFFERS = 3
+"""Buffers on each device: of the block that runs, of the one that is read ahead, and of the one
+whose work a device has not finished."""
+
+_num_owners: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
+"""Number of references to a tensor in C++: 1, and those of graphs."""
+
+Use: TypeAlias = tuple[Unit, bool, bool]
+"""A use of a unit: whether it is in a backward, and whether a graph is recorded."""
+
+
+class StreamedBlocks(Keeper):
+    """Units whose parameters are in few buffers, each only while it is used.
+
+    Args:
+        units: Units; see `find_units`.
+        meter: Counters of the optimizer.
+        num_buffers: Number of buffers on each device, at least 2.
+    """
+
+    def __init__(self, units: list[Unit], meter: Meter, num_buffers: int = NUM_BUFFERS) -> None:
+        self.units = units
+        self._meter = meter
+        sizes: dict[torch.device, int] = {}
+        for unit in units:
+            sizes[unit.device] = max(sizes.get(unit.device, ALIGNMENT), unit.nbytes)
+        self._places = {device: place_of(device, meter.traffic) for device in sizes}
+        self._pools = {
+            device: Pool(place, sizes[device], num_buffers)
+            for device, place in self._places.items()
+        }
+        self._source = HostSource(self._places)
+        self._taken: list[Unit] = []
+        """Units whose values are at home."""
+        self._stubs: dict[torch.device, torch.Tensor] = {}
+        self._of = {id(m.parameter): (unit, m) for unit in units for m in unit.members}
+        self._loaded: dict[Unit, None] = {}
+        """Units with a buffer, the least recently used first."""
+        self._owner: dict[int, Unit] = {}
+        """Unit of each buffer in use, by the storage."""
+        self._next: dict[Use, Use] = {}
+        """Use that followed a use the last time."""
+        self._last: Use | None = None
+        self.watch = Watch(self._used, "streamed", _go_on, knows_layout=False)
+        self._reader = ThreadPoolExecutor(1, "offload-blocks")
+        self.lock = threading.RLock()
+
+    def begin(self) -> None:
+        """Take the parameters' values, and release the parameters' own memory, unit by unit."""
+        with neutral():
+            self.register()
+            for unit in self.units:
+                self._source.take(unit)
+                self._taken.append(unit)
+                # A graph that was recorded before would see what comes now.
+                increment_version([member.parameter for member in unit.members])
+                self._empty(unit)
+
+    def end(self) -> None:
+        """Give all parameters their values back, whole, and stop watching them.
+
+        In host memory, nothing is copied: a parameter's memory is its home from then on.
+
+        Raises:
+            DeviceMemoryError: The device has no memory for all parameters. They stay streamed, and
+                so they can be used.
+        """
+        with self.lock, neutral():
+            for unit in self.units:
+                self._abandon(unit)
+            self.settle(force=True)
+            on_device = [unit for unit in self._taken if unit.device.type != HOST.type]
+            memory = {u: self._places[u.device].empty(u.nbytes) for u in on_device}
+            for unit in self._taken:
+                if unit in memory:
+                    place = self._places[unit.device]
+                    place.follow(self._source.read(unit, memory[unit], place.now()))
+                for member in unit.members:
+                    home = self._source.home(member)
+                    self.watch.release([member.parameter])
+                    if home is not None and (unit.buffer is None or self._is_ours(unit, member)):
+                        value = member.view(memory[unit]) if unit in memory else home
+                        member.parameter.data = value
+            self.unregister()
+            self._loaded.clear()
+            self._owner.clear()
+            self._reader.shutdown()
+
+    # Uses.
+
+    def enter(self, unit: Unit) -> None:
+        """Load a unit for a call of its block, and read ahead. Its parameters are not watched."""
+        with self.lock:
+            if not unit.num_calls:
+                self.load(unit)
+                is_backward = torch._C._current_graph_task_id() != -1
+                self.read_ahead((unit, is_backward, torch.is_grad_enabled()))
+                self.watch.release(m.parameter for m in unit.members)
+            unit.num_calls += 1
+
+    def leave(self, unit: Unit) -> None:
+        """Record the end of a call."""
+        with self.lock:
+            unit.num_calls -= 1
+            if not unit.num_calls and not self.is_ended:
+                self.watch.add(m.parameter for m in unit.members)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether parameters are whole again."""
+        return not self._of
+
+    def load(self, unit: Unit) -> None:
+        """Give a unit a buffer with its values, and let the calling thread's next work wait."""
+        with self.lock:
+            if unit.buffer is None:
+                with neutral():
+                    self._fill(unit)
+            else:  # now the most recently used one
+                del self._loaded[unit]
+                self._loaded[unit] = None
+            self._places[unit.device].follow(unit.ready)
+
+    def saved_in(self, storage: int) -> Unit | None:
+        """Return the unit whose buffer has a storage; None if no unit's buffer has it."""
+        return self._owner.get(storage)
+
+    def saved_buffer(self, unit: Unit) -> torch.Tensor:
+        """Load a unit for its backward, and return its buffer."""
+        with self.lock:
+            self.load(unit)
+            self.read_ahead((unit, True, False))
+            if unit.buffer is None:
+                raise RuntimeError(f"{unit.name} was dropped while it was used")
+            return unit.buffer
+
+    def _used(self, parameter: torch.Tensor | None) -> bool:
+        """Load a parameter that is used outside of its block: by a loss, state_dict(), an edit.
+
+        What records a graph within a backward is a block that is run again, without its hooks.
+        """
+        found = [self._of[id(parameter)]] if parameter is not None else list(self._of.values())
+        is_recorded = torch.is_grad_enabled()
+        is_again = is_recorded and torch._C._current_graph_task_id() != -1
+        with self.lock:
+            for unit, member in found:
+                self.load(unit)
+                member.is_touched |= not is_again
+                member.is_saved |= is_recorded
+                if is_again:
+                    self.read_ahead((unit, True, True))
+        return True
+
+    def note_saved(self, unit: Unit) -> None:
+        """Record that a graph may save the unit's parameters themselves."""
+        for member in unit.members:
+            member.is_saved = True
+
+    # Reading ahead.
+
+    def read_ahead(self, use: Use) -> None:
+        """Record a use, and begin to read what has followed it the last time."""
+        if self._last == use:
+            return
+        if self._last is not None:
+            self._next[self._last] = use
+        self._last = use
+        self._begin_reading(self._guess(use))
+
+    def _guess(self, use: Use) -> Unit | None:
+        if use in self._next:
+            return self._next[use][0]
+        number = use[0].number + (-1 if use[1] else 1)
+        return self.units[number] if 0 <= number < len(self.units) else None
+
+    def _begin_reading(self, unit: Unit | None) -> None:
+        if unit is None or unit.buffer is not None or unit.coming is not None:
+            return
+        with neutral():
+            self._make_room(unit)
+            buffer, after = self._pools[unit.device].get()
+            filled = self._reader.submit(self._source.read, unit, buffer, after)
+            unit.coming = Arrival(buffer, filled)
+
+    def _abandon(self, unit: Unit) -> None:
+        """Wait for what is read ahead, and give its buffer back."""
+        coming, unit.coming = unit.coming, None
+        if coming is not None:
+            self._meter.block_loads_unused += 1
+            self._pools[unit.device].put(coming.buffer, coming.filled.result())
+
+    # Coming and going.
+
+    def _fill(self, unit: Unit) -> None:
+        meter = self._meter
+        coming, unit.coming = unit.coming, None
+        if coming is not None:
+            meter.block_loads_ahead += 1
+            if not coming.filled.done():
+                meter.block_loads_waited += 1
+            started = time.perf_counter()
+            buffer, ready = coming.buffer, coming.filled.result()
+        else:
+            started = time.perf_counter()
+            self._make_room(unit)
+            buffer, after = self._pools[unit.device].get()
+            ready = self._source.read(unit, buffer, after)
+        meter.wait_blocks_s += time.perf_counter() - started
+        meter.block_loads += 1
+        meter.block_bytes += unit.nbytes
+        meter.block_buffers = max(
+            meter.block_buffers, sum(p.num_made for p in self._pools.values())
+        )
+        for member in unit.members:
+            if member.parameter._version != member.version:
+                self._pools[unit.device].put(buffer, ready)
+                raise RuntimeError(
+                    f"{member.name} was changed in place through a tensor that was taken from it "
+                    "while its block ran; the block has been dropped since, so the change is lost. "
+                    "Edit the parameter itself"
+                )
+        for member in unit.members:
+            member.parameter.data = member.view(buffer)
+        unit.buffer, unit.ready = buffer, ready
+        self._owner[buffer.untyped_storage()._cdata] = unit
+        unit.num_references = num_references(buffer)
+        self._loaded[unit] = None
+
+    def _make_room(self, wanted: Unit) -> None:
+        """Drop the units used least recently, so that one more has a buffer on its device."""
+        device = wanted.device
+        coming = sum(u.coming is not None and u.device == device for u in self.units)
+        loaded = [unit for unit in self._loaded if unit.device == device]
+        num_dropped = 0
+        for unit in loaded:
+            if len(loaded) - num_dropped + coming < self._pools[device].limit:
+                break
+            if unit.num_calls or unit is wanted or (self._last and unit is self._last[0]):
+                continue
+            if not self._is_held(unit):
+                self._drop(unit)
+                num_dropped += 1
+
+    def _is_held(self, unit: Unit) -> bool:
+        """Return whether an alias or a graph has a parameter, so that the unit must stay."""
+        if unit.buffer is None:
+            return False
+        is_touched = any(member.is_touched for member in unit.members)
+        return (is_touched and num_references(unit.buffer) > unit.num_references) or any(
+            member.is_saved and _num_owners(member.parameter) > 1 for member in unit.members
+        )
+
+    def _drop(self, unit: Unit) -> None:
+        """Take a unit's buffer away. What the program may have edited is brought home."""
+        self._settle(unit)
+        self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        buffer = unit.buffer
+        del self._loaded[unit]
+        if buffer is not None:
+            self._owner.pop(buffer.untyped_storage()._cdata, None)
+            unit.buffer = unit.ready = None
+            self._empty(unit)
+            self._pools[unit.device].put(buffer, self._places[unit.device].now())
+
+    def _empty(self, unit: Unit) -> None:
+        """Let a unit's parameters have no memory but one NaN, and watch them."""
+        stub = self._stub(unit.device)
+        for member in unit.members:
+            parameter = member.parameter
+            member.is_touched = member.is_saved = False
+            member.version = parameter._version
+            parameter.data = stub.view(member.dtype)[:1].expand(member.shape)
+        stuck = self.watch.add(member.parameter for member in unit.members)
+        if stuck:
+            name = self._of[id(stuck[0])][1].name
+            raise UnsupportedParameterError(
+                f"parameter {name!r} cannot be streamed: the class of a "
+                f"{type(stuck[0]).__name__} is fixed. Leave out parameters="
+            )
+
+    def _stub(self, device: torch.device) -> torch.Tensor:
+        """Return a NaN of any floating dtype."""
+        if device not in self._stubs:
+            place = self._places[device]
+            ones = torch.full((ALIGNMENT,), 0xFF, dtype=torch.uint8, device=HOST)
+            self._stubs[device] = stub = place.empty(ALIGNMENT)
+            place.follow(place.fill(ones, stub, [place.now()]))
+            place.to_host(stub)  # `ones` must not be freed before
+        return self._stubs[device]
+
+    # Homes.
+
+    def home_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the memory of a parameter that a step changes."""
+        found = self._of.get(id(parameter))
+        return None if found is None else self._source.home(found[1])
+
+    def unregister(self) -> None:
+        """Make every parameter its own memory again."""
+        super().unregister()
+        self._of.clear()
+
+    def settle(self, *, force: bool = False) -> None:
+        """Bring the program's edits home.
+
+        Args:
+            force: Whether parameters that were converted are left alone instead of refused.
+
+        Raises:
+            MismatchError: A parameter was converted or moved.
+        """
+        with self.lock, neutral():
+            for unit in list(self._loaded):
+                self._settle(unit, force=force)
+
+    def _settle(self, unit: Unit, *, force: bool = False) -> None:
+        for member in unit.members:
+            is_ours = self._is_ours(unit, member)
+            if not is_ours and not _is_same_kind(member):
+                if force:
+                    continue
+                now = member.parameter
+                raise MismatchError(
+                    f"parameter {member.name!r} is a {now.dtype} tensor of shape "
+                    f"{list(now.shape)} on {now.device} now: a model whose parameters are "
+                    "streamed cannot be converted or moved. Do it before the optimizer is made"
+                )
+            is_edited = member.parameter._version != member.version
+            if not is_ours or member.is_touched or is_edited:
+                member.version = member.parameter._version
+                value = self._places[unit.device].to_host(member.parameter)
+                if value.stride() != member.strides:
+                    value = torch.empty_strided(
+                        member.shape, member.strides, dtype=member.dtype, device=HOST
+                    ).copy_(value)
+                self._source.write(member, value)
+
+    def _is_ours(self, unit: Unit, member: Member) -> bool:
+        """Return whether a loaded parameter is the view of its unit's buffer that it was made."""
+        parameter, buffer = member.parameter, unit.buffer
+        return (
+            buffer is not None
+            and parameter.data_ptr() == buffer.data_ptr() + member.place
+            and _is_same_kind(member)
+            and parameter.stride() == member.strides
+        )
+
+    def refresh(self, changes: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
+        """Drop units whose homes have changed. Aliases get the new values.
+
+        Args:
+            changes: Function that returns whether the home of a parameter may have changed.
+        """
+        with self.lock, neutral():
+            for unit in self.units:
+                changed = [m for m in unit.members if changes(m.parameter)]
+                if not changed:
+                    continue
+                self._abandon(unit)
+                place = self._places[unit.device]
+                if unit.buffer is not None and self._is_held(unit):
+                    unit.ready = self._source.read(unit, unit.buffer, place.now())
+                    place.follow(unit.ready)
+                elif unit.buffer is not None:
+                    self._release(unit)
+                increment_version([member.parameter for member in changed])
+                for member in changed:
+                    member.version += 1
+            if self._last is not None:
+                self._begin_reading(self._guess(self._last))
+
+    def drop_all(self) -> None:
+        """Drop all units, also those that the program has aliases of, after bringing edits home."""
+        with self.lock, neutral():
+            self.settle()
+            for unit in self.units:
+                self._abandon(unit)
+            for unit in list(self._loaded):
+                self._release(unit)
+
+
+def _is_same_kind(member: Member) -> bool:
+    now = member.parameter
+    return now.dtype == member.dtype and tuple(now.shape) == member.shape
+
+
+def _go_on(tensor: torch.Tensor, function: object, result: object) -> None:
+    """Do nothing after a use: the tensor is watched again."""
+    del tensor, function, result
