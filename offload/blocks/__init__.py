@@ -13,7 +13,7 @@ from offload.engine.training_state import TrainingState
 from offload.errors import UnsupportedParameterError
 from offload.options import Options
 
-__all__ = ["require_streamable", "streaming_for"]
+__all__ = ["has_blocks", "require_streamable", "streaming_for"]
 
 
 def require_streamable(
@@ -32,6 +32,8 @@ def require_streamable(
         UnsupportedParameterError: A parameter in a block cannot be moved.
     """
     setting = f"parameters={options.parameters!r}"
+    if not has_blocks(model, options):
+        return
     if model is None:
         raise ValueError(f"{setting} needs model=, the module that is called in training")
     others = {
@@ -54,8 +56,25 @@ def require_streamable(
     find_units(model, options.block_patterns)
 
 
+def has_blocks(model: torch.nn.Module | None, options: Options) -> bool:
+    """Return whether blocks are to be streamed.
+
+    With ``parameters="drive"`` a model without blocks, and parameters without a model, are trained
+    as well: steps write their parameters into the slot, and all of them stay in memory, too.
+    """
+    if options.parameters != "drive" or options.blocks is not None:
+        return options.parameters is not None
+    from offload.blocks.units import find_units
+
+    try:
+        return model is not None and bool(find_units(model, ()))
+    except ValueError:
+        return False
+
+
 def streaming_for(model: torch.nn.Module, options: Options, state: TrainingState) -> StepStrategy:
     """Return the strategy of steps of a model whose blocks are streamed; see `StreamedSteps`."""
-    from offload.blocks.steps import StreamedSteps
+    from offload.blocks.steps import FiledSteps, StreamedSteps
 
-    return StreamedSteps(state, model, options.block_patterns)
+    kind = FiledSteps if options.parameters == "drive" else StreamedSteps
+    return kind(state, model, options.block_patterns)

@@ -32,6 +32,10 @@ class Place(Protocol):
         """Let what the calling thread does next with a buffer wait for a point."""
         ...
 
+    def wait(self, event: Event) -> None:
+        """Block the calling thread until a point is reached."""
+        ...
+
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's present value in host memory."""
         ...
@@ -54,6 +58,9 @@ class HostPlace:
         return None
 
     def follow(self, event: Event) -> None:
+        """Do nothing."""
+
+    def wait(self, event: Event) -> None:
         """Do nothing."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -90,6 +97,11 @@ class DevicePlace:
         """Make the calling thread's current stream wait for a point."""
         if event is not None:
             self._boundary.follow(event)
+
+    def wait(self, event: Event) -> None:
+        """Block the calling thread until a point is reached."""
+        if event is not None:
+            self._boundary.wait(event)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of the tensor's present value, which is waited for."""

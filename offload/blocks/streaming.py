@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -24,12 +24,13 @@ import torch
 from torch.autograd.graph import increment_version
 
 from offload.ambient import neutral
-from offload.blocks.places import place_of
+from offload.blocks.places import Place, place_of
 from offload.blocks.pool import Pool, num_references
 from offload.blocks.sources import HostSource
 from offload.blocks.units import ALIGNMENT, Arrival, Member, Unit
 from offload.device.boundary import HOST
-from offload.errors import MismatchError, UnsupportedParameterError
+from offload.device.filed import FiledTensor
+from offload.errors import MismatchError, OffloadError, UnsupportedParameterError
 from offload.model.homes import Keeper
 from offload.model.watch import Watch
 from offload.stream.meter import Meter
@@ -51,10 +52,17 @@ class StreamedBlocks(Keeper):
     Args:
         units: Units; see `find_units`.
         meter: Counters of the optimizer.
+        make_source: Function that makes the source of the values, given the place of each device.
         num_buffers: Number of buffers on each device, at least 2.
     """
 
-    def __init__(self, units: list[Unit], meter: Meter, num_buffers: int = NUM_BUFFERS) -> None:
+    def __init__(
+        self,
+        units: list[Unit],
+        meter: Meter,
+        make_source: Callable[[Mapping[torch.device, Place]], HostSource] = HostSource,
+        num_buffers: int = NUM_BUFFERS,
+    ) -> None:
         self.units = units
         self._meter = meter
         sizes: dict[torch.device, int] = {}
@@ -65,7 +73,7 @@ class StreamedBlocks(Keeper):
             device: Pool(place, sizes[device], num_buffers)
             for device, place in self._places.items()
         }
-        self._source = HostSource(self._places)
+        self._source = make_source(self._places)
         self._taken: list[Unit] = []
         """Units whose values are at home."""
         self._stubs: dict[torch.device, torch.Tensor] = {}
@@ -113,6 +121,9 @@ class StreamedBlocks(Keeper):
                     place.follow(self._source.read(unit, memory[unit], place.now()))
                 for member in unit.members:
                     home = self._source.home(member)
+                    if isinstance(home, FiledTensor):
+                        self._leave_filed(unit, member)
+                        continue
                     self.watch.release([member.parameter])
                     if home is not None and (unit.buffer is None or self._is_ours(unit, member)):
                         value = member.view(memory[unit]) if unit in memory else home
@@ -121,6 +132,14 @@ class StreamedBlocks(Keeper):
             self._loaded.clear()
             self._owner.clear()
             self._reader.shutdown()
+
+    def _leave_filed(self, unit: Unit, member: Member) -> None:
+        """Let every later use of a parameter say where its values are."""
+        parameter: Any = member.parameter
+        stub = self._stub(unit.device)
+        parameter.data = stub.view(member.dtype)[:1].expand(member.shape)
+        self.watch.add([parameter])
+        parameter._offload_keeper = self  # which announces the uses
 
     # Uses.
 
@@ -175,6 +194,11 @@ class StreamedBlocks(Keeper):
 
         What records a graph within a backward is a block that is run again, without its hooks.
         """
+        if self.is_ended:
+            raise OffloadError(
+                "the values of this parameter are in the directory of an optimizer that is closed: "
+                "make the optimizer anew and call restore(), or use offload.load_parameters()"
+            )
         found = [self._of[id(parameter)]] if parameter is not None else list(self._of.values())
         is_recorded = torch.is_grad_enabled()
         is_again = is_recorded and torch._C._current_graph_task_id() != -1
@@ -333,6 +357,11 @@ class StreamedBlocks(Keeper):
         found = self._of.get(id(parameter))
         return None if found is None else self._source.home(found[1])
 
+    def stays_filed(self, parameter: torch.Tensor) -> bool:
+        """Return whether a restore leaves a parameter in the model file of the slot."""
+        found = self._of.get(id(parameter))
+        return found is not None and self._source.stays_filed(found[1])
+
     def unregister(self) -> None:
         """Make every parameter its own memory again."""
         super().unregister()
@@ -406,6 +435,12 @@ class StreamedBlocks(Keeper):
                     member.version += 1
             if self._last is not None:
                 self._begin_reading(self._guess(self._last))
+
+    def abandon(self) -> None:
+        """Wait for what is read ahead, and forget it, because a step is about to write the file."""
+        with self.lock, neutral():
+            for unit in self.units:
+                self._abandon(unit)
 
     def drop_all(self) -> None:
         """Drop all units, also those that the program has aliases of, after bringing edits home."""

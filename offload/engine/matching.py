@@ -20,6 +20,7 @@ from offload.errors import MismatchError
 from offload.format.arrays import StateFormat
 from offload.format.layout import ParameterSpec
 from offload.format.manifest import Manifest
+from offload.model.homes import stays_filed
 from offload.model.loading import check_same, in_checkpoint
 from offload.model.model_file import BlockBuffers, ModelImage, digest_model
 from offload.model.model_reading import LiveBox, ModelReading, StoredModel, read_model
@@ -247,7 +248,9 @@ def load_whole(
 ) -> int:
     """Load all tensors of a checkpoint's model file in place; return the number of bytes read."""
     content = model_file(checkpoint.manifest)
-    wanted = [LiveBox.whole(item.spec.name, item.tensor) for item in stored]
+    # What stays in the file is read, and compared with its digests, when it is used.
+    boxes = [(item.spec.name, item.tensor) for item in stored if not stays_filed(item.parameter)]
+    wanted = [LiveBox.whole(name, tensor) for name, tensor in boxes]
     file = StoredModel(slot.model, content, slot.model_leaves)
     reading = ModelReading([file], wanted, batch_bytes=buffers.block_bytes)
     reading.read(buffers, slot.context)
@@ -280,5 +283,6 @@ def has_same_model(
     if slot is None:
         return False
     tensors = {item.spec.name: item.tensor for item in stored}
-    image = ModelImage(manifest.layout.model_header, tensors, traffic=buffers.traffic)
-    return tuple(digest_model(image, buffers, slot.context)) == manifest.model_digests
+    header, digests = manifest.layout.model_header, manifest.model_digests
+    image = ModelImage(header, tensors, traffic=buffers.traffic, file=slot.model)
+    return tuple(digest_model(image, buffers, slot.context, digests)) == digests

@@ -155,7 +155,17 @@ def resume(
             _ = checkpoint.train_state
             return match
 
+        if not parameters and state.options.parameters == "drive":
+            raise MismatchError(
+                f'{found.path}: with parameters="drive", the parameters are in the checkpoint as '
+                "well, so load_state_dict() cannot leave them as they are: call restore()"
+            )
         source, (trainables, stored) = _match_in_cut(state, found, match, opened, reencode=reencode)
+        if source is not None and state.options.parameters == "drive":
+            raise MismatchError(
+                f'{found.path} was made by several ranks, which parameters="drive" does not read '
+                "yet: restore it without this option, and make a checkpoint"
+            )
         manifest = found.manifest if source is None else source.manifest
         compute = state.placement.choose(groups, manifest.layout, trainables)
         if source is not None:

@@ -69,6 +69,10 @@ class ModelPlaces:
         last = [ranges[-1] for ranges in self.ranges if ranges]
         return max((one.at + one.nbytes for one in last), default=0)
 
+    def name_of(self, piece: Piece) -> str:
+        """Return the name of the parameter that a piece is of."""
+        return self._layout.parameters[piece.parameter].name
+
     def chunks_with(self, start: int, stop: int) -> list[int]:
         """Return the chunks that hold any of the bytes `start` to `stop` of the file's data."""
         first = max(bisect_left(self._in_order, (start, 0, 0)) - 1, 0)

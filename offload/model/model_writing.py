@@ -24,7 +24,14 @@ import torch
 from gds import ALIGNMENT, Buffer, File, IOFuture, StorageError
 from gds.contract import CLONE_REACH_BYTES
 from offload.device.boundary import Marks
-from offload.format.digests import LEAF_BYTES, MODEL_ARRAY, DigestContext, KnownLeaves, leaf_digests
+from offload.format.digests import (
+    LEAF_BYTES,
+    MODEL_ARRAY,
+    DigestContext,
+    KnownLeaves,
+    leaf_digest,
+    leaf_digests,
+)
 from offload.format.header import Header
 from offload.format.layout import Layout
 from offload.model.model_file import BlockBuffers, ModelImage, ReadBack, digest_model, has_failed
@@ -118,6 +125,11 @@ def write_model(
     writer = _Writer(image, file, buffers, len(memory), known, changing, source, found)
     try:
         for index, start, stop in blocks:
+            if image.is_filed(start, stop):
+                leaves = _leaves_of_file(image, file, known, index, start, stop)
+                found.digests.append(context.digest_leaves(MODEL_ARRAY, index, leaves))
+                copied(stop)
+                continue
             writer.begin(index, start, stop)
             buffer, data = memory[index % len(memory)].first(stop - start)
             image.gather(start, stop, data, on_one_thread=not writer.has_caught_up)
@@ -263,6 +275,21 @@ class _Writer:
         return [n for n in missing if n not in held]
 
 
+def _leaves_of_file(
+    image: ModelImage, file: File, known: KnownLeaves, index: int, start: int, stop: int
+) -> bytes:
+    """Return the digests of a block that this process has written; unknown leaves are read."""
+    digests = known.leaves(index, -(-(stop - start) // LEAF_BYTES))
+    for number, held in enumerate(digests):
+        if held is None:
+            first = start + number * LEAF_BYTES
+            data = file.read_bytes(image.data_start + first, min(LEAF_BYTES, stop - first))
+            digests[number] = leaf_digest(memoryview(data))
+    leaves = b"".join(filter(None, digests))
+    known.note(index, leaves)
+    return leaves
+
+
 def _split(leaves: bytes) -> list[bytes]:
     return [leaves[at : at + _DIGEST_BYTES] for at in range(0, len(leaves), _DIGEST_BYTES)]
 
@@ -359,7 +386,7 @@ class WholeCopy:
         changing = {s.spec.name for s in stored if s.parameter.requires_grad} & trained
         self._trained = TensorRanges(header, trained)
         self._changing = TensorRanges(header, () if reads_back else changing)
-        self._image = ModelImage(header, tensors, marks, buffers.traffic)
+        self._image = ModelImage(header, tensors, marks, buffers.traffic, file)
 
     @property
     def data_bytes(self) -> int:
@@ -390,7 +417,8 @@ class WholeCopy:
 
     def is_same(self, digests: Sequence[str]) -> bool:
         """Compare the digests of all blocks, without writing."""
-        return digest_model(self._image, self._buffers, self._context) == list(digests)
+        found = digest_model(self._image, self._buffers, self._context, digests)
+        return found == list(digests)
 
     def forget(self) -> None:
         """Forget the content of the file. It may exist only in a cache, so it is not read back."""

@@ -10,6 +10,7 @@ import torch
 
 from offload.ambient import as_user
 from offload.device.boundary import is_reachable
+from offload.device.filed import FiledTensor
 from offload.errors import UnsupportedParameterError
 from offload.format.layout import ModelTensor
 from offload.model.buffer_watch import digest_of
@@ -268,7 +269,7 @@ def _check_stored(name: str, tensor: torch.Tensor) -> None:
             f"{list(tensor.shape)}, strides {list(tensor.stride())}). Give it memory of its own "
             f"with {name.rpartition('.')[2]}.clone(), or register it as non-persistent"
         )
-    if not has_memory(tensor):
+    if not (has_memory(tensor) or isinstance(tensor, FiledTensor)):
         raise UnsupportedParameterError(
             f"{name!r} in the model's state dict is a {type(tensor).__name__} without memory of "
             "its own, whose bytes cannot be read and written in place. Use a plain tensor, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from offload.ambient import neutral
-from offload.blocks import require_streamable, streaming_for
+from offload.blocks import has_blocks, require_streamable, streaming_for
 from offload.distributed.ranks import Ranks
 from offload.engine.engine import Engine
 from offload.engine.reference import is_reference
@@ -525,6 +526,11 @@ def _strategy_for(
     options: Options, model: torch.nn.Module | None
 ) -> Callable[[TrainingState], StepStrategy]:
     """Return what makes the strategy of steps that the options ask for."""
-    if options.parameters is not None and model is not None:
+    if model is not None and has_blocks(model, options):
         return partial(streaming_for, model, options)
+    if options.parameters is not None:
+        logging.getLogger("offload").info(
+            "steps write the parameters into the slot, and all of them stay in memory as well: no "
+            "block was found in the model (see Options.blocks)"
+        )
     return strategy_for(options.overlap, model)

@@ -160,6 +160,7 @@ class WorkingMemory:
                 resident_memory=kept_in,
                 verify_reads=options.verify == "always",
                 places=ModelPlaces(layout) if options.parameters == "drive" else None,
+                reads_model=options.parameters == "drive",
             )
         return self.streamer
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from gds import Buffer, IOFuture
+from offload.checkpoint.sealed_slot import SlotFiles
 from offload.format.chunk_plan import Piece
 from offload.format.digests import LEAF_BYTES, KnownLeaves, Run, leaf_digest
 from offload.format.model_places import ModelPlaces, ModelRange
@@ -51,6 +52,33 @@ class ModelPart:
             (one.pieces, self._bytes(one).view(DTYPES[one.dtype]))
             for one in self._places.ranges[chunk]
         ]
+
+    def read(self, chunk: int, source: SlotFiles, futures: list[IOFuture]) -> None:
+        """Start reading a chunk's values from a slot's model file; the slot's layout may differ.
+
+        Args:
+            chunk: Index of the chunk.
+            source: Slot that has the values. Parameters that it lacks are left out.
+            futures: List to which each read is added as soon as it has been started.
+        """
+        header = source.layout.model_header
+        for one in self._places.ranges[chunk]:
+            parts: list[list[int]] = []
+            at = one.at
+            for piece in one.pieces:
+                size = DTYPES[one.dtype].itemsize
+                nbytes = (piece.stop - piece.start) * size
+                entry = header.entries.get(self._places.name_of(piece))
+                if entry is not None:
+                    start = header.data_start + entry.start + piece.start * size
+                    if parts and parts[-1][1] == start and parts[-1][2] == at:
+                        parts[-1][1:] = start + nbytes, at + nbytes
+                    else:
+                        parts.append([start, start + nbytes, at + nbytes])
+                at += nbytes
+            for start, stop, end in parts:
+                into = self._buffer.slice(end - (stop - start), stop - start)
+                futures.append(source.model.read(into, start))
 
     def write(self, chunk: int, slot: OpenSlot, run: Run, futures: list[IOFuture]) -> None:
         """Digest a chunk's values, and start writing them to a slot's model file.

@@ -47,6 +47,10 @@ class ModelReader:
         self._block_bytes = max((block.nbytes for block in blocks), default=1)
         self._checked_reads = CheckedReads(keep=AT_ONCE)
 
+    def position(self, start: int) -> int:
+        """Return the position in the file of a byte of its data."""
+        return self._places.data_start + start
+
     def start(self, parts: Sequence[tuple[int, Buffer]]) -> list[IOFuture]:
         """Read parts of the file; they are in memory when all returned transfers have ended.
 
@@ -71,6 +75,17 @@ class ModelReader:
             if not self._check(start, into):
                 futures.append(self._slot.model.read(into, self._places.data_start + start))
         return futures
+
+    def check_all(self) -> None:
+        """Compare all blocks with their digests that have not been compared; see `start`."""
+        file, context = self._slot.model, self._slot.context
+        for index, block in list(self._unchecked.items()):
+            memory = bytearray(block.nbytes)
+            try:
+                self._checked_reads.copy(file, block, context, 0, block.nbytes, memoryview(memory))
+            except DamagedError as error:
+                raise DamagedError("; ".join(filter(None, [str(error), self._remedy()]))) from error
+            del self._unchecked[index]
 
     def close(self) -> None:
         """Free memory. Idempotent."""

@@ -18,13 +18,13 @@ import torch
 
 from gds import Backend
 from offload.checkpoint.sealed_slot import SlotFiles
+from offload.device.filed import NewValues
 from offload.format.digests import Digests, Run, one_by_one
 from offload.format.layout import Layout
 from offload.store.state_store import StateSlot, StateSource
 from offload.stream.frame import Frame, HostFrames
 from offload.stream.meter import Meter
 from offload.stream.streamer import Streamer
-from offload.update.coding.decoder import NewValues
 from offload.update.kept_state import Scalars
 
 _RING_CHUNKS = 3

@@ -49,6 +49,8 @@ class Streamer:
         places: Places of the chunks' parameters in the model file, if they are written together
             with the state; None if only seals write them. Those of resident chunks are left to
             seals, as their state is.
+        reads_model: Whether parameters are also read together with the state, because some of them
+            are nowhere else.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class Streamer:
         resident_memory: FrameMemory | None = None,
         verify_reads: bool = False,
         places: ModelPlaces | None = None,
+        reads_model: bool = False,
     ) -> None:
         self.layout = layout
         self.writes_model = places is not None
+        self.reads_model = reads_model
         self._verify_reads = verify_reads
         nbytes = frame_bytes(layout)
         kept_in = memory if resident_memory is None else resident_memory
@@ -417,6 +421,8 @@ class Streamer:
             if buffer.nbytes:
                 file = files[plan.arrays[name].file_name]
                 frame.futures.append(file.read(buffer, offset))
+        if self.reads_model and frame.model is not None:
+            frame.model.read(chunk, source, frame.futures)
 
 
 class Flush:

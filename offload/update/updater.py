@@ -11,7 +11,7 @@ edited value keeps the old lower half, which is less than half a step of bf16.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
@@ -19,13 +19,14 @@ import torch
 
 from offload.device.boundary import HOST, Event, boundary_of, marks_of
 from offload.device.compute import Compute
+from offload.device.filed import FiledTensor, FiledTensors, NewValues
 from offload.device.staging import FlatTensors, StagedTensors, Traffic, flat_tensors
 from offload.errors import UnsupportedParameterError
 from offload.format.arrays import MASTER_LOW
 from offload.format.digests import LEAF_BYTES, Digests
 from offload.format.layout import Layout
 from offload.gradients import SpilledTensors, is_spilled
-from offload.update.coding.decoder import NewValues, copy_values
+from offload.update.coding.decoder import copy_values
 from offload.update.device_step import DeviceStep, require_steppable
 from offload.update.kept_state import Scalars
 from offload.update.kernel import KernelStep, UpdateKernel
@@ -166,6 +167,7 @@ class HostUpdater(ChunkUpdater):
         traffic: Counter of the bytes that cross between the host and the parameters' device.
         copies_all: Whether parameters that are not stepped are copied from their device as well,
             because `update` is given memory for them.
+        unwritten: Parameters whose values the slot lacks, so that their chunks are written.
     """
 
     device = HOST
@@ -179,6 +181,7 @@ class HostUpdater(ChunkUpdater):
         kernel: UpdateKernel | None = None,
         traffic: Traffic | None = None,
         copies_all: bool = False,
+        unwritten: Container[int] = (),
     ) -> None:
         # State that is stored exactly needs the bits of torch's default step; see
         # `UpdateRule.fused`.
@@ -187,8 +190,13 @@ class HostUpdater(ChunkUpdater):
         super().__init__(inputs.layout, keys)
         self._pool = pool
         self._copies_all = copies_all
+        self._unwritten = unwritten
         traffic = traffic or Traffic()
-        self._live = live = flat_tensors(inputs.parameters, writable=True, traffic=traffic)
+        if any(isinstance(parameter, FiledTensor) for parameter in inputs.parameters):
+            live: FlatTensors = FiledTensors(inputs.parameters, writable=True, traffic=traffic)
+        else:
+            live = flat_tensors(inputs.parameters, writable=True, traffic=traffic)
+        self._live = live
         self._gradients = FlatTensors(inputs.gradients, writable=False)
         self._staged = [live] if isinstance(live, StagedTensors) else []
         are_spilled = any(map(is_spilled, inputs.gradients))
@@ -202,6 +210,23 @@ class HostUpdater(ChunkUpdater):
         if kernel is not None:
             codes.insert(0, KernelStep(kernel, keys, inputs, live, self._gradients))
         self._codes = codes
+
+    def touched(self, chunk: int) -> bool:
+        """Return whether any parameter in the chunk has a gradient, or has to be written."""
+        pieces = self._layout.plans[chunk].pieces
+        return super().touched(chunk) or any(p.parameter in self._unwritten for p in pieces)
+
+    def update(
+        self,
+        chunk: int,
+        arrays: Mapping[str, torch.Tensor],
+        digests: Digests | None = None,
+        model: NewValues = (),
+    ) -> None:
+        """Step one chunk, in which `model` has the values of parameters that are in no memory."""
+        if isinstance(self._live, FiledTensors):
+            self._live.place(model)
+        super().update(chunk, arrays, digests, model)
 
     def prepare(self, chunk: int) -> None:
         """Begin to copy a chunk's parameters and gradients from their device to the host."""

@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from gds import File
+from offload.device.filed import NewValues
 from offload.device.staging import on_host
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 from offload.format.chunk_plan import ChunkPlan, Piece, Span
@@ -28,10 +29,6 @@ the next block is requested. A parameter that has no state yet has a master only
 is its own master, so its blocks have no master."""
 
 
-NewValues: TypeAlias = Sequence[tuple[Sequence[Piece], torch.Tensor]]
-"""Flat memory for the values of live parameters, each with the pieces that it is for, in order."""
-
-
 class ParameterViews(Protocol):
     """Flat parameters, such as `FlatTensors`."""
 
@@ -45,9 +42,17 @@ class ParameterViews(Protocol):
 
 
 def copy_values(live: ParameterViews, into: NewValues) -> None:
-    """Copy live parameters into flat memory of the host, as they are."""
+    """Copy live parameters into flat memory of the host, as they are.
+
+    What is in that memory already, because it was read there, is left as it is.
+    """
     for pieces, out in into:
-        torch.cat(live.views(pieces), out=out)
+        views, at = live.views(pieces), 0
+        for view in views:
+            part = out[at : at + len(view)]
+            at += len(view)
+            if view.data_ptr() != part.data_ptr():
+                part.copy_(view)
 
 
 class StoredParameters:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from offload.device.boundary import HOST
+from offload.device.filed import NewValues
 from offload.device.staging import StagedTensors, on_host
 from offload.errors import MismatchError
 from offload.format.arrays import MASTER, MASTER_LOW
@@ -18,7 +19,6 @@ from offload.format.layout import Layout
 from offload.update.coding import rounding
 from offload.update.coding.coder import StateCoder
 from offload.update.coding.decoder import (
-    NewValues,
     ParameterViews,
     copy_values,
     cut_by_parameter,
