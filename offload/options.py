@@ -218,9 +218,10 @@ class Options:
 
     parameters: Parameters | None = None
     """``"drive"``: a step writes new parameters into the slot's ``model.safetensors`` in the same
-    pass as the state, and a checkpoint then writes none that a step has written. Every step writes
-    2 bytes per 16-bit parameter more (4 for FP32). None: only checkpoints write parameters. It
-    needs a directory of this machine, one rank, and steps on the CPU."""
+    pass as the state, and a checkpoint writes only those that were edited since. So every step
+    writes 2 bytes more per 16-bit parameter (4 for FP32), and the ring has room for them. Only
+    checkpoints write parameters whose state is in `host_memory`. It needs a directory of this
+    machine, one rank, and steps on the CPU. None: only checkpoints write parameters."""
 
     rounding_seed: int = 0
     """Seed of the stochastic rounding of ``state_dtype="bfloat16"``. It is not stored. Pass the
