@@ -138,9 +138,9 @@ def write_model(
             found.digests.append(context.digest_leaves(MODEL_ARRAY, index, leaves))
             writer.finish(index, start, buffer, leaves)
         writer.finish_writes()
-        known.readable = True  # from now on, whatever is forgotten singly has been written here
     finally:
         writer.wait()
+    known.readable = True  # from now on, a leaf that is not known has been written by a step
     return found
 
 

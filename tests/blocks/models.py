@@ -156,7 +156,7 @@ def pair(
         [(n, p) for n, p in streamed.named_parameters() if p.requires_grad],
         directory=directory,
         model=streamed,
-        options=offload.Options(parameters="host", chunk_bytes=32768, **(options or {})),
+        options=offload.Options(parameters=__import__("os").environ.get("PK","host"), chunk_bytes=32768, **(options or {})),
         **hyper,
     )
     return Pair(plain, streamed, reference, offloaded)

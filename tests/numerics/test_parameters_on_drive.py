@@ -6,24 +6,32 @@ Each parameter of these models is one chunk, and 2 MiB of the model file.
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 import offload
 from gds import Buffer, IOFuture, MemoryBackend, StorageError, WrapperBackend
+from gds.backends.threads import TransferPool
 from gds.backends.wrapper import WrapperFile
 from gds.contract import File
 from offload import AdamW, SealError
 from offload.errors import DamagedError
 from offload.stream.model_reader import ModelReader
+from tests.crash.seal_gates import waits
+from tests.eventually import eventually
 from tests.numerics.pairs import CASES, ON_DRIVE, memory_pair
 from tests.stores.files import flip, read
 from tests.stores.training import read_tensors, same_bits
 
 MIB = 1 << 20
 STORE = "/run"
+SEAL = "offload-seal"
+"""Name of the thread that seals."""
+
 NUM = 3
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -31,7 +39,7 @@ HYPER = {"lr": 1e-2, "weight_decay": 0.1}
 class Rows(torch.nn.Module):
     """Three bf16 parameters, and what else is asked for."""
 
-    def __init__(self, frozen: int = 0, seed: int = 0) -> None:
+    def __init__(self, frozen: int = 0, seed: int = 0, *, counts: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.rows = torch.nn.ParameterList(
@@ -40,6 +48,8 @@ class Rows(torch.nn.Module):
         if frozen:
             values = torch.randn(frozen, generator=generator).to(torch.bfloat16)
             self.frozen = torch.nn.Parameter(values, requires_grad=False)
+        if counts:  # in front of the rows, so that each shares a mebibyte with the next one
+            self.register_buffer("counts", torch.zeros(1, dtype=torch.int64))
 
     def fill_gradients(self, seed: int, rows: Sequence[int] = range(NUM)) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -52,18 +62,18 @@ class Run:
     """A model that trains, and how many bytes it has moved since it was last asked."""
 
     def __init__(
-        self, backend: WrapperBackend | MemoryBackend, model: Rows, **settings: object
+        self, backend: WrapperBackend | MemoryBackend, model: Rows, keep: int = 2, **settings: Any
     ) -> None:
         self.backend, self.model = backend, model
         options = offload.Options(
             chunk_bytes=4 * MIB,
-            ring_chunks=2,
             backend=backend,
             allow_volatile=True,
-            **{"parameters": "drive", **settings},
+            **{"parameters": "drive", "ring_chunks": 2, **settings},
         )
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = AdamW(parameters, directory=STORE, model=model, options=options, **HYPER)
+        arguments = {"directory": STORE, "model": model, "keep": keep, **HYPER}
+        self.optimizer = AdamW(parameters, options=options, **arguments)
         self.path = ""
         """The newest checkpoint."""
         self.moved()
@@ -136,6 +146,25 @@ def test_a_seal_writes_only_the_mebibyte_of_an_edit() -> None:
     run.model.rows[2].data[0] = -1.0
     moved = 12 * NUM * MIB, 14 * NUM * MIB
     assert run.seal() == moved, "state and parameters are moved to another slot"
+    run.optimizer.close()
+
+
+def test_what_two_parameters_share_is_read_back_and_written_if_it_was_edited() -> None:
+    """Also if it has been edited to what the slot held before the step."""
+    run = Run(MemoryBackend(), Rows(counts=True), keep=1)
+    sealed = []
+    for _ in range(4):
+        run.step()
+        run.moved()
+        moved = run.seal()
+        sealed.append([row.detach().clone() for row in run.model.rows])
+    assert moved == (NUM * MIB, 0), "the first mebibyte of each row has bytes of others"
+    run.step()
+    run.moved()
+    with torch.no_grad():
+        for row, before in zip(run.model.rows, sealed[-2], strict=True):
+            row.copy_(before)
+    assert run.seal()[1] == 2 * NUM * MIB + 8
     run.optimizer.close()
 
 
@@ -254,6 +283,58 @@ def test_a_seal_that_fails_is_repeated() -> None:
     run.seal()
     run.step()
     run.seal()
+    run.optimizer.close()
+
+
+class Holding(WrapperBackend):
+    """Holds up the next writes to the model file, as many as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBackend())
+        self.num_held = 0
+        self.is_open = threading.Event()
+        self.pool = TransferPool("held", 8)
+
+    def wrap_file(self, file: File) -> File:
+        return _HeldFile(file, self)
+
+
+class _HeldFile(WrapperFile):
+    def __init__(self, inner: File, backend: Holding) -> None:
+        super().__init__(inner)
+        self._backend = backend
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        def move() -> int:
+            self._backend.is_open.wait()
+            return self.inner.write(source, offset).result()
+
+        if not self._backend.num_held or not self.path.endswith("model.safetensors"):
+            return super().write(source, offset)
+        self._backend.num_held -= 1
+        return self._backend.pool.submit(move)
+
+
+@pytest.fixture
+def holding() -> Iterator[Holding]:
+    backend = Holding()
+    yield backend
+    backend.is_open.set()
+    backend.pool.close()
+
+
+def test_a_seal_waits_for_the_writes_of_the_step_before_it_writes_an_edit(holding: Holding) -> None:
+    run = Run(holding, Rows(), ring_chunks=NUM)
+    holding.num_held = NUM
+    run.step()
+    with torch.no_grad():
+        run.model.rows[0][0] = 9.0
+    handle = run.optimizer.checkpoint()
+    assert eventually(lambda: any(waits(t.ident) for t in threading.enumerate() if t.name == SEAL))
+    holding.is_open.set()
+    handle.result()
+    assert run.moved()[1] == 14 * NUM * MIB + MIB
+    assert run.seal()[1] == 0, "it is the checkpoint that has been sealed"
     run.optimizer.close()
 
 
