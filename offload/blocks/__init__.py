@@ -53,7 +53,13 @@ def require_streamable(
             )
     from offload.blocks.units import find_units
 
-    find_units(model, options.block_patterns)
+    for unit in find_units(model, options.block_patterns):
+        for member in unit.members:
+            if options.parameters == "drive" and not member.parameter.is_contiguous():
+                raise UnsupportedParameterError(
+                    f"parameter {member.name!r} is not contiguous, which {setting} does not take: "
+                    'make it contiguous, or use parameters="host"'
+                )
 
 
 def has_blocks(model: torch.nn.Module | None, options: Options) -> bool:

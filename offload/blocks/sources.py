@@ -17,7 +17,6 @@ from offload.blocks.places import Place, pages
 from offload.blocks.units import Member, Unit
 from offload.device.boundary import HOST, Event, boundary_of
 from offload.device.filed import FiledTensor
-from offload.errors import UnsupportedParameterError
 from offload.model.parameters import is_stepped
 from offload.model.tensor_image import bytes_of
 from offload.stream.model_reader import ModelReader
@@ -128,11 +127,6 @@ class SlotSource(HostSource):
     def take(self, unit: Unit) -> None:
         """Copy the present values of a unit's parameters, which may then be dropped."""
         for member in unit.members:
-            if torch.empty(member.shape, device="meta").stride() != member.strides:
-                raise UnsupportedParameterError(
-                    f'parameter {member.name!r} is not contiguous, which parameters="drive" does '
-                    'not take: make it contiguous, or use parameters="host"'
-                )
             home = torch.empty(member.shape, dtype=member.dtype, device=HOST)
             home.copy_(self._places[unit.device].to_host(member.parameter))
             self._homes[member] = home
