@@ -28,6 +28,8 @@ INTEGRATION: Final = (
     "bench/",
     "cli/",
     "device/test_nvrtc.py",
+    "exchange/test_import_weights.py::test_a_model_of_transformers_by_the_command_alone",
+    "exchange/test_import_weights.py::test_memory_does_not_grow_with_the_number_of_layers",
     "exchange/test_peft.py",
     "install/",
     "integrations/",

@@ -79,7 +79,7 @@ def load_parameters(
             model, describe_model(model, [], []), manifest.layout.model, opened.path
         )
         wanted = {t.name: (t.dtype, t.shape) for t in manifest.layout.model}
-        named = _names_in_checkpoint(stored, manifest.layout.model)
+        named = names_in_checkpoint(stored, manifest.layout.model)
         tensors = {
             name: (entry.tensor, (entry.spec.dtype, entry.spec.shape))
             for name, entry in zip(named, stored, strict=True)
@@ -231,7 +231,7 @@ def _untaken(path: str, key: str, why: str) -> MismatchError:
     )
 
 
-def _names_in_checkpoint(live: Sequence[Stored], held: Sequence[ModelTensor]) -> list[str]:
+def names_in_checkpoint(live: Sequence[Stored], held: Sequence[ModelTensor]) -> list[str]:
     """Return each live tensor's name in a checkpoint, or its own name if the checkpoint lacks it.
 
     A checkpoint may hold a tied tensor under another of the tensor's names. It may also hold a
