@@ -42,6 +42,8 @@ INTEGRATION: Final = (
     "ranks_store/test_restores_by_ranks.py",
     "ranks_training/",
     "tiers/",
+    "torch_contract/test_outside_memory.py::test_a_model_of_transformers",
+    "torch_contract/test_outside_memory.py::test_building_takes_the_memory_of_one_parameter",
     "torch_contract/test_process_groups.py",
     "update_kernel/test_compressed_state.py",
     "update_kernel/test_other_instructions.py",

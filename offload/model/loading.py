@@ -29,6 +29,7 @@ from offload.model.load_path import (
     owner_of,
 )
 from offload.model.model_reading import LiveBox, read_model
+from offload.model.outside import require_values
 from offload.model.parameters import names_of
 from offload.model.replacing import replacing
 from offload.model.shards import Shards
@@ -73,6 +74,10 @@ def load_parameters(
         UnreadableError: The checkpoint could not be read, which says nothing about its content.
             Part of the content may already be in the model.
     """
+    require_values(
+        model.named_parameters(),
+        instead='give it memory first, with model.to_empty(device="cpu"), or train it on the drive',
+    )
     with open_for_parameters(checkpoint, backend=backend) as opened:
         manifest = opened.manifest
         stored = in_checkpoint(
