@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,13 @@ class Stored:
     def key(self) -> str:
         """Name of the entry in the state dict."""
         return self.spec.name.removesuffix(ENCODED) if self.is_copy else self.spec.name
+
+    def called(self, name: str) -> Stored:
+        """Return this object for a file that has the tensor under another one of its names."""
+        if name == self.spec.name:
+            return self
+        others = (n for n in (self.spec.name, *self.spec.aliases) if n != name)
+        return replace(self, spec=replace(self.spec, name=name, aliases=tuple(others)))
 
     def captured(self) -> Stored:
         """Return this object with the present memory, or with a copy if it is copied by value.

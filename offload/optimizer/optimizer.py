@@ -31,7 +31,13 @@ from offload.exchange.torch_dicts import (
     number_parameters,
 )
 from offload.format._manifest_fields import encode_group, without_numpy
-from offload.model.parameters import check_given_once, check_iterable, describe_parameters
+from offload.model.outside import require_values
+from offload.model.parameters import (
+    all_parameters,
+    check_given_once,
+    check_iterable,
+    describe_parameters,
+)
 from offload.model.process_groups import ProcessGroup, are_several
 from offload.near.place import is_remote, place_of
 from offload.optimizer.checkpointing import CheckpointingOptimizer, say_resumed
@@ -49,6 +55,10 @@ from offload.tiers.rank_uploads import FollowingUploads
 from offload.tiers.services.opening import require_place, require_tier
 from offload.update.device_step import require_steppable
 from offload.update.rules import UpdateRule
+
+_WITH_VALUES = (
+    'use Options(parameters="drive") and restore(), or build the model without outside_memory()'
+)
 
 
 class OffloadedOptimizer(CheckpointingOptimizer):
@@ -160,6 +170,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         on_device = options.placement == "device"
         rule = UpdateRule(optimizer_class, hyper, allow_fused=on_device)
         super().__init__(params, dict(rule.defaults))
+        require_values(all_parameters(self.param_groups, model), instead=_WITH_VALUES)
         self.state = StateOnStorage()
         if is_remote(directory):
             if several:
