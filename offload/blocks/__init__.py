@@ -11,6 +11,7 @@ import torch
 from offload.engine.stepping import StepStrategy
 from offload.engine.training_state import TrainingState
 from offload.errors import UnsupportedParameterError
+from offload.model.outside import is_outside
 from offload.options import Options
 
 __all__ = ["has_blocks", "require_streamable", "streaming_for"]
@@ -55,7 +56,8 @@ def require_streamable(
 
     for unit in find_units(model, options.block_patterns):
         for member in unit.members:
-            if options.parameters == "drive" and not member.parameter.is_contiguous():
+            is_plain = is_outside(member.parameter) or member.parameter.is_contiguous()
+            if options.parameters == "drive" and not is_plain:
                 raise UnsupportedParameterError(
                     f"parameter {member.name!r} is not contiguous, which {setting} does not take: "
                     'make it contiguous, or use parameters="host"'

@@ -127,9 +127,15 @@ class SlotSource(HostSource):
     def take(self, unit: Unit) -> None:
         """Copy the present values of a unit's parameters, which may then be dropped."""
         for member in unit.members:
+            if self.home(member) is not None:
+                continue  # it was made outside of memory
             home = torch.empty(member.shape, dtype=member.dtype, device=HOST)
             home.copy_(self._places[unit.device].to_host(member.parameter))
             self._homes[member] = home
+
+    def hold(self, member: Member) -> None:
+        """Give a parameter memory, which has no values yet."""
+        self._homes[member] = torch.full(member.shape, torch.nan, dtype=member.dtype, device=HOST)
 
     def file(self, members: Iterable[Member]) -> None:
         """Record that the slot has the values of some parameters, and free their memory."""

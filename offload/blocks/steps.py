@@ -17,7 +17,9 @@ from offload.blocks.streaming import StreamedBlocks
 from offload.blocks.units import Member, Unit, find_units
 from offload.engine.stepping import StepStrategy
 from offload.engine.training_state import Groups, TrainingState
+from offload.errors import NotRestoredError
 from offload.format.manifest import Manifest
+from offload.model.outside import is_outside
 from offload.model.parameters import is_stepped
 from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSource
@@ -102,6 +104,26 @@ class FiledSteps(StreamedSteps):
     _slot: StateSource | None = None
     _reader: ModelReader | None = None
     _restored: Manifest | None = None
+    _lacks_values = False
+    """Whether there are parameters that have no values before a restore."""
+
+    def __init__(
+        self, state: TrainingState, model: torch.nn.Module, patterns: Sequence[str]
+    ) -> None:
+        super().__init__(state, model, patterns)
+        outside = {id(p) for p in model.parameters() if is_outside(p)}
+        members = [member for unit in self._blocks.units for member in unit.members]
+        for member in members:
+            if id(member.parameter) in outside and is_stepped(member.parameter):
+                self._source.file([member])
+            elif id(member.parameter) in outside:
+                self._source.hold(member)  # steps do not write what is frozen
+        in_blocks = {id(member.parameter) for member in members}
+        for parameter in model.parameters():
+            if id(parameter) in outside - in_blocks:  # these are always in memory
+                parameter.data = torch.full_like(parameter, torch.nan)
+        self._lacks_values = bool(outside)
+        self._blocks.register()
 
     def _streamed(self, units: list[Unit]) -> StreamedBlocks:
         backend = self._state.drives.backends[0]
@@ -115,6 +137,7 @@ class FiledSteps(StreamedSteps):
 
     def step(self, groups: Groups) -> None:
         """Update all parameters that have a gradient, and drop all blocks."""
+        self._require_values()
         self._blocks.settle()
         self._blocks.abandon()
         if self._reader is not None:
@@ -131,7 +154,20 @@ class FiledSteps(StreamedSteps):
         self._close()
         self._restored = None if sealed is None else sealed.manifest
         self._source.file(self._trained())
+        self._lacks_values = False
         super().restored()
+
+    def settle(self, call: str) -> None:
+        """Bring the program's edits home."""
+        self._require_values()
+        super().settle(call)
+
+    def _require_values(self) -> None:
+        if self._lacks_values:
+            raise NotRestoredError(
+                "this model was made in outside_memory(), so its parameters have no values yet: "
+                "call restore() first; offload import fills a store with weights"
+            )
 
     def end(self) -> None:
         """Give the model those parameters back that are in memory."""
@@ -144,6 +180,7 @@ class FiledSteps(StreamedSteps):
 
     def _present(self) -> tuple[ModelReader, Mapping[str, int]]:
         """Return the reader of the slot that holds the state now, and where parameters are."""
+        self._require_values()
         slot = self._state.slots.present
         if self._reader is None or slot is not self._slot:
             restored = self._restored

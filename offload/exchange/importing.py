@@ -333,6 +333,10 @@ class _SourceImage(ModelImage):
         self.data_start = header.data_start
         self.data_bytes = header.file_bytes - header.data_start
 
+    def is_filed(self, start: int, stop: int) -> bool:  # noqa: ARG002
+        """Return False: all values come from the source."""
+        return False
+
     def gather(
         self,
         start: int,

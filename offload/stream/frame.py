@@ -235,7 +235,7 @@ def check_read(frame: Frame, source: SlotFiles) -> None:
     If an array differs, it is read a second time, into other host memory, to find out whether the
     drive has the right bytes. If it does, the frame is filled again, and the caller goes on.
     """
-    if not frame.futures:
+    if not frame.futures or frame.chunk >= source.layout.num_chunks:
         return  # nothing was read: the chunk has never been written
     for name in source.layout.array_names:
         expected = source.digests[name][frame.chunk]

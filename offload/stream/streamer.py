@@ -403,11 +403,11 @@ class Streamer:
     def _read(self, frame: Frame, chunk: int) -> None:
         """Start the reads of a chunk, and record each started read in the frame."""
         source = self._source
-        if source is None or chunk >= source.layout.num_chunks:
-            return
-        if isinstance(source, RecutSource):
-            return  # `take` fills the frame
-        if source.has_arrived(chunk):
+        if source is None or isinstance(source, RecutSource):
+            return  # there is no state; or `take` fills the frame
+        if chunk >= source.layout.num_chunks:  # parameters that had no state before
+            self._read_parameters(frame, chunk, source)
+        elif source.has_arrived(chunk):
             self._start_reads(frame, chunk, source)
         else:
             frame.is_late = True  # `take` waits and reads; nothing is started for it before
@@ -421,6 +421,9 @@ class Streamer:
             if buffer.nbytes:
                 file = files[plan.arrays[name].file_name]
                 frame.futures.append(file.read(buffer, offset))
+        self._read_parameters(frame, chunk, source)
+
+    def _read_parameters(self, frame: Frame, chunk: int, source: SlotFiles) -> None:
         if self.reads_model and frame.model is not None:
             frame.model.read(chunk, source, frame.futures)
 
