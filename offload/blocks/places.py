@@ -16,6 +16,11 @@ from offload.device.staging import Traffic
 class Place(Protocol):
     """What is done with memory where buffers are. Points in time are None in host memory."""
 
+    @property
+    def nan(self) -> torch.Tensor:
+        """Bytes that are a NaN in every floating dtype."""
+        ...
+
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return new memory as bytes."""
         ...
@@ -43,6 +48,9 @@ class Place(Protocol):
 
 class HostPlace:
     """Host memory: models that are trained on a CPU."""
+
+    def __init__(self) -> None:
+        self.nan = _nan()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return new memory as bytes."""
@@ -79,6 +87,9 @@ class DevicePlace:
     def __init__(self, device: torch.device, traffic: Traffic) -> None:
         self._boundary = boundary_of(device)
         self._traffic = traffic
+        self.nan, value = self.empty(_NAN_BYTES), _nan()
+        copied = self._boundary.send([(value, self.nan)], [self.now()])
+        self._boundary.wait(copied)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return new memory as bytes."""
@@ -107,6 +118,14 @@ class DevicePlace:
         """Return a copy of the tensor's present value, which is waited for."""
         self._traffic.fetched(tensor.nbytes)
         return to_host(tensor)
+
+
+_NAN_BYTES = 16
+"""Size of the largest element."""
+
+
+def _nan() -> torch.Tensor:
+    return torch.full((_NAN_BYTES,), 0xFF, dtype=torch.uint8, device=HOST)
 
 
 def place_of(device: torch.device, traffic: Traffic) -> Place:

@@ -18,12 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from offload.ambient import neutral
+from offload.blocks.order import Use, UseOrder
 from offload.blocks.places import Place, place_of
 from offload.blocks.pool import Pool, num_references
 from offload.blocks.sources import HostSource
@@ -40,10 +41,7 @@ NUM_BUFFERS = 3
 whose work a device has not finished."""
 
 _num_owners: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
-"""Number of references to a tensor in C++: 1, and those of graphs."""
-
-Use: TypeAlias = tuple[Unit, bool, bool]
-"""A use of a unit: whether it is in a backward, and whether a graph is recorded."""
+"""Number of references to a tensor in C++: its own, and those of graphs."""
 
 
 class StreamedBlocks(Keeper):
@@ -76,16 +74,14 @@ class StreamedBlocks(Keeper):
         self._source = make_source(self._places)
         self._taken: list[Unit] = []
         """Units whose values are at home."""
-        self._stubs: dict[torch.device, torch.Tensor] = {}
         self._of = {id(m.parameter): (unit, m) for unit in units for m in unit.members}
         self._loaded: dict[Unit, None] = {}
         """Units with a buffer, the least recently used first."""
         self._owner: dict[int, Unit] = {}
         """Unit of each buffer in use, by the storage."""
-        self._next: dict[Use, Use] = {}
-        """Use that followed a use the last time."""
-        self._last: Use | None = None
+        self._order = UseOrder(units)
         self.watch = Watch(self._used, "streamed", _go_on, knows_layout=False)
+        self._alone: int = _num_owners(torch.empty(1, device=HOST))
         self._reader = ThreadPoolExecutor(1, "offload-blocks")
         self.lock = threading.RLock()
 
@@ -131,13 +127,13 @@ class StreamedBlocks(Keeper):
             self.unregister()
             self._loaded.clear()
             self._owner.clear()
-            self._reader.shutdown()
+            self._reader.shutdown(wait=False)  # it may be this thread that collects garbage
 
     def _leave_filed(self, unit: Unit, member: Member) -> None:
         """Let every later use of a parameter say where its values are."""
         parameter: Any = member.parameter
-        stub = self._stub(unit.device)
-        parameter.data = stub.view(member.dtype)[:1].expand(member.shape)
+        stub = self._places[unit.device].nan
+        parameter.data = stub.view(member.dtype)[0].expand(member.shape)
         self.watch.add([parameter])
         parameter._offload_keeper = self  # which announces the uses
 
@@ -219,19 +215,9 @@ class StreamedBlocks(Keeper):
     # Reading ahead.
 
     def read_ahead(self, use: Use) -> None:
-        """Record a use, and begin to read what has followed it the last time."""
-        if self._last == use:
-            return
-        if self._last is not None:
-            self._next[self._last] = use
-        self._last = use
-        self._begin_reading(self._guess(use))
-
-    def _guess(self, use: Use) -> Unit | None:
-        if use in self._next:
-            return self._next[use][0]
-        number = use[0].number + (-1 if use[1] else 1)
-        return self.units[number] if 0 <= number < len(self.units) else None
+        """Record a use, and begin to read what is probably used next."""
+        if self._order.note(use):
+            self._begin_reading(self._order.guess())
 
     def _begin_reading(self, unit: Unit | None) -> None:
         if unit is None or unit.buffer is not None or unit.coming is not None:
@@ -295,7 +281,7 @@ class StreamedBlocks(Keeper):
         for unit in loaded:
             if len(loaded) - num_dropped + coming < self._pools[device].limit:
                 break
-            if unit.num_calls or unit is wanted or (self._last and unit is self._last[0]):
+            if unit.num_calls or unit is wanted or self._order.is_last(unit):
                 continue
             if not self._is_held(unit):
                 self._drop(unit)
@@ -307,7 +293,8 @@ class StreamedBlocks(Keeper):
             return False
         is_touched = any(member.is_touched for member in unit.members)
         return (is_touched and num_references(unit.buffer) > unit.num_references) or any(
-            member.is_saved and _num_owners(member.parameter) > 1 for member in unit.members
+            member.is_saved and _num_owners(member.parameter) > self._alone
+            for member in unit.members
         )
 
     def _drop(self, unit: Unit) -> None:
@@ -326,12 +313,12 @@ class StreamedBlocks(Keeper):
 
     def _empty(self, unit: Unit) -> None:
         """Let a unit's parameters have no memory but one NaN, and watch them."""
-        stub = self._stub(unit.device)
+        stub = self._places[unit.device].nan
         for member in unit.members:
             parameter = member.parameter
             member.is_touched = member.is_saved = False
             member.version = parameter._version
-            parameter.data = stub.view(member.dtype)[:1].expand(member.shape)
+            parameter.data = stub.view(member.dtype)[0].expand(member.shape)
         stuck = self.watch.add(member.parameter for member in unit.members)
         if stuck:
             name = self._of[id(stuck[0])][1].name
@@ -339,16 +326,6 @@ class StreamedBlocks(Keeper):
                 f"parameter {name!r} cannot be streamed: the class of a "
                 f"{type(stuck[0]).__name__} is fixed. Leave out parameters="
             )
-
-    def _stub(self, device: torch.device) -> torch.Tensor:
-        """Return a NaN of any floating dtype."""
-        if device not in self._stubs:
-            place = self._places[device]
-            ones = torch.full((ALIGNMENT,), 0xFF, dtype=torch.uint8, device=HOST)
-            self._stubs[device] = stub = place.empty(ALIGNMENT)
-            place.follow(place.fill(ones, stub, [place.now()]))
-            place.to_host(stub)  # `ones` must not be freed before
-        return self._stubs[device]
 
     # Homes.
 
@@ -433,8 +410,7 @@ class StreamedBlocks(Keeper):
                 increment_version([member.parameter for member in changed])
                 for member in changed:
                     member.version += 1
-            if self._last is not None:
-                self._begin_reading(self._guess(self._last))
+            self._begin_reading(self._order.guess())
 
     def abandon(self) -> None:
         """Wait for what is read ahead, and forget it, because a step is about to write the file."""

@@ -31,12 +31,13 @@ class Block(torch.nn.Module):
         self.up = torch.nn.Linear(width, 4 * width)
         self.down = torch.nn.Linear(4 * width, width)
         self.scale = torch.nn.Parameter(torch.ones(width))
+        self.gain = torch.nn.Parameter(torch.tensor(0.75))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(self.up(self.before(x)).relu()) * self.scale
+        return x + self.down(self.up(self.before(x)).relu()) * (self.scale * self.gain)
 
 
 class Model(torch.nn.Module):
@@ -156,7 +157,7 @@ def pair(
         [(n, p) for n, p in streamed.named_parameters() if p.requires_grad],
         directory=directory,
         model=streamed,
-        options=offload.Options(parameters=__import__("os").environ.get("PK","host"), chunk_bytes=32768, **(options or {})),
+        options=offload.Options(**{"parameters": "host", "chunk_bytes": 32768, **(options or {})}),
         **hyper,
     )
     return Pair(plain, streamed, reference, offloaded)

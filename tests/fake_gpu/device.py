@@ -64,6 +64,20 @@ class OnDevice(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"<{tuple(self.shape)} {self.dtype} on the fake device>"
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory on the device."""
+        return self.held.untyped_storage()
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same memory without a graph."""
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: OnDevice) -> None:
+        torch.Tensor.data.__set__(self, value)
+        self.held = value.held
+
     def data_ptr(self) -> int:
         """Return the address, which every device gives without reading memory."""
         return self.held.data_ptr()
@@ -308,6 +322,17 @@ class FakeDevice:
             if event.stream == "send":  # whatever is computed from now on comes after it
                 self._unfenced = {k: p for k, p in self._unfenced.items() if p > event.position}
             self._passed = max(self._passed, event.tick)
+
+    def follow(self, event: Event) -> None:
+        assert event.stream == "send"
+        with self._lock:
+            self.streams.run("send", event.position)
+            self._unfenced = {k: p for k, p in self._unfenced.items() if p > event.position}
+
+    def empty(self, nbytes: int) -> OnDevice:
+        made = OnDevice(torch.full((nbytes,), GARBAGE, dtype=torch.uint8))
+        self._see(made)
+        return made
 
     def fence(self) -> None:
         if threading.current_thread().name.startswith("offload"):
