@@ -210,7 +210,8 @@ class Options:
     without a name on the drives of the store, so that hosts need no memory for them either; small
     ones stay in host memory. ``p.grad`` stays a tensor of its shape, dtype and device on which
     clipping, loss scaling, accumulation and ``zero_grad`` work as always. Parameters are then
-    updated on the CPU."""
+    updated on the CPU. A gradient stays where it is if your program has other references to its
+    memory, such as one buffer for all gradients, or if it is sparse or part of a graph."""
 
     placement: Placement = "auto"
     """Place where parameters on a device are updated. ``"host"``: on the CPU, next to the drive.
