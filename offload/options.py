@@ -214,7 +214,8 @@ class Options:
     without a name on the drives of the store, so that hosts need no memory for them either; small
     ones stay in host memory. ``p.grad`` stays a tensor of its shape, dtype and device on which
     clipping, loss scaling, accumulation and ``zero_grad`` work as always. Parameters are then
-    updated on the CPU."""
+    updated on the CPU. A gradient stays where it is if your program has other references to its
+    memory, such as one buffer for all gradients, or if it is sparse or part of a graph."""
 
     parameters: Parameters | None = None
     """Where the parameters of repeated blocks are while they are not used; needs ``model=``. None:

@@ -336,7 +336,7 @@ class TrainingState:
             gradients = self.table.gradients(groups)
             if self.mover is not None:
                 self.mover.attach(groups)  # parameters that require gradients only from now on
-                self.mover.settle_for_step(gradients)
+                self.mover.settle()
             return gradients, is_new
         except Exception as error:
             self.refuse_step(error)

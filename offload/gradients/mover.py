@@ -8,16 +8,20 @@ whoever needs a value first. So there is no thread whose modes could change a bi
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from sys import getrefcount
 from typing import Any, Literal
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gds import Backend
+from gds import Backend, StorageError
+from offload.ambient import neutral
 from offload.device.boundary import Boundary, Event, boundary_of, is_on_device
 from offload.gradients.homes import DriveHome, MemoryHome
 from offload.gradients.outside import OutsideGradient
@@ -64,6 +68,8 @@ class GradientMover:
         self._copies: deque[_Copy] = deque()
         self._copying_bytes = 0
         self._handles: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self._alone = torch.empty(1, dtype=torch.float32, device="cpu")
+        self._alone.grad = torch.empty(1, dtype=torch.float32, device="cpu")
         self.spill: Spill | None = None
         if kind == "drive":
             nbytes = sum(p.nbytes for group in groups for p in group["params"])
@@ -82,7 +88,12 @@ class GradientMover:
                     self._handles[id(parameter)] = weakref.ref(parameter), handle
 
     def moved(self, parameter: torch.Tensor) -> None:
-        """Move the gradient of a parameter; it stays if it is sparse or part of a graph."""
+        """Move the gradient of a parameter, unless it must stay where it is.
+
+        It stays if it is sparse, part of a graph, or sharded; if it is where it would go; or if
+        the program has more references to its memory, such as a buffer for several gradients,
+        since what is written through them must reach the step.
+        """
         gradient = parameter.grad
         if (
             gradient is None
@@ -90,9 +101,14 @@ class GradientMover:
             or gradient.requires_grad
             or gradient.layout != torch.strided
             or not gradient.numel()
+            or not (is_on_device(gradient) or self._is_spilled(gradient))
+            or is_traceable_wrapper_subclass(gradient)
         ):
             return
-        with torch.no_grad(), self._lock:
+        alone = self._alone.grad  # counted in the same way, for comparison
+        if _owners(gradient) != _owners(alone):
+            return
+        with neutral(keep_denormals=True), self._lock:
             parameter.grad = OutsideGradient(gradient, self._home(gradient.detach()))
 
     def settle(self) -> None:
@@ -101,41 +117,32 @@ class GradientMover:
             while self._copies:
                 self._end_oldest()
 
-    def settle_for_step(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Wait until all values of some gradients are where they are kept.
-
-        Raises:
-            gds.StorageError: A gradient could not be written.
-        """
-        self.settle()
-        for gradient in gradients:
-            if isinstance(gradient, OutsideGradient) and isinstance(gradient.home, DriveHome):
-                gradient.home.region.settle()
-
     def close(self) -> None:
-        """Remove the hooks, and free the space on the drives. Idempotent."""
+        """Remove the hooks, and free the space on the drives. Idempotent.
+
+        Gradients in host memory stay usable.
+        """
         for _, handle in self._handles.values():
             handle.remove()
         self._handles.clear()
         with self._lock:
-            self._copies.clear()
+            while self._copies:
+                with contextlib.suppress(StorageError):  # nobody can read that gradient any more
+                    self._end_oldest()
         if self.spill is not None:
             self.spill.close()
 
+    def _is_spilled(self, gradient: torch.Tensor) -> bool:
+        is_large = gradient.nbytes >= _MIN_SPILLED_BYTES
+        return self.spill is not None and is_large and gradient.is_contiguous()
+
     def _home(self, gradient: torch.Tensor) -> MemoryHome | DriveHome:
-        is_spilled = (
-            self.spill is not None
-            and gradient.nbytes >= _MIN_SPILLED_BYTES
-            and gradient.is_contiguous()
-        )
         if not is_on_device(gradient):
-            if not is_spilled:
-                return MemoryHome(gradient)
             home = self._drive_home(gradient, norm=None)
             home.write(gradient)
             return home
         norm = torch.linalg.vector_norm(gradient, 2.0)
-        if not is_spilled:
+        if not self._is_spilled(gradient):
             host = self._begin(gradient, None)
             return MemoryHome(host, self.settle, norm=norm, add=self._add)
         home = self._drive_home(gradient, norm=norm)
@@ -150,7 +157,7 @@ class GradientMover:
 
     def _add(self, other: torch.Tensor, add: Callable[[torch.Tensor], object]) -> None:
         """Begin to add a tensor of a device to values in host memory or on the drive."""
-        with torch.no_grad(), self._lock:
+        with neutral(keep_denormals=True), self._lock:
             self._begin(other.detach(), add)
 
     def _begin(
@@ -170,11 +177,21 @@ class GradientMover:
         return host
 
     def _end_oldest(self) -> None:
-        copy = self._copies.popleft()
+        copy = self._copies[0]
+        copy.boundary.wait(copy.event)  # an interrupt here loses nothing
+        self._copies.popleft()
         self._copying_bytes -= copy.host.nbytes
-        copy.boundary.wait(copy.event)
         if copy.arrived is not None:
             copy.arrived(copy.host)
+
+
+def _owners(gradient: torch.Tensor | None) -> tuple[int, int]:
+    """Count what refers to a gradient and to its memory, including what exists for counting."""
+    if gradient is None:
+        return 0, 0
+    storage: Any = gradient.untyped_storage()
+    count: Any = torch._C._storage_Use_Count
+    return getrefcount(gradient), count(storage._cdata)
 
 
 class _Hook:

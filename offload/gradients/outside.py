@@ -10,48 +10,18 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from contextlib import ExitStack
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from offload.device.boundary import HOST, is_on_device, to_host
 from offload.errors import OverlapError, UnsupportedParameterError
+from offload.gradients.homes import Home, ViewHome
 
 _aten: Any = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
-
-
-class Home(Protocol):
-    """Where the values of one gradient are."""
-
-    allows_views: bool
-    """Whether the values stay at one place in memory, so that a view of them is an alias."""
-
-    def opened(self, *, changes: bool) -> AbstractContextManager[torch.Tensor]:
-        """Return a block with the values in host memory; changes in it are kept if announced."""
-        ...
-
-    def norm(self) -> torch.Tensor | None:
-        """Return the 2-norm as torch computes it; None if it is not known without the values."""
-        ...
-
-    def add(self, other: torch.Tensor) -> bool:
-        """Add a tensor of the same shape and dtype; return False if that is not possible here."""
-        ...
-
-    def multiply(self, factor: torch.Tensor | float) -> bool:
-        """Multiply all values by a number; return False if that is not possible here."""
-        ...
-
-    def clear(self) -> bool:
-        """Set all values to zero; return False if that is not possible here."""
-        ...
-
-    def for_step(self) -> torch.Tensor | None:
-        """Return the values for a step if they are in host memory, otherwise None."""
-        ...
 
 
 class OutsideGradient(torch.Tensor):
@@ -64,8 +34,6 @@ class OutsideGradient(torch.Tensor):
     """
 
     home: Home
-    is_taken: bool
-    """Whether a step that runs beside the model has taken the values, so that none are here."""
 
     @staticmethod
     def __new__(
@@ -81,7 +49,7 @@ class OutsideGradient(torch.Tensor):
                 cls, like.shape, like.stride(), dtype=like.dtype, device=device or like.device
             )
         torch._C._set_throw_on_mutable_data_ptr(made)  # otherwise data_ptr() is 0
-        made.home, made.is_taken = home, False
+        made.home = home
         return made
 
     def __init__(self, *_: object) -> None:
@@ -92,9 +60,41 @@ class OutsideGradient(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<gradient of shape {list(self.shape)} outside of {self.device}>"
 
+    @property
+    def data(self) -> torch.Tensor:
+        """Return a tensor that stands for the same values."""
+        of_torch: Any = torch.Tensor
+        found: torch.Tensor = of_torch.data.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        """Let this gradient stand for the values of another one that is outside."""
+        if (other.shape, other.dtype, other.device) != (self.shape, self.dtype, self.device):
+            raise UnsupportedParameterError(
+                "p.grad.data cannot become a tensor of another shape, dtype or device: assign the "
+                "tensor to p.grad"
+            )
+        if isinstance(other, OutsideGradient):
+            self.home = other.home
+        else:
+            raise UnsupportedParameterError(
+                "p.grad.data cannot become a tensor in memory while the gradient is elsewhere: "
+                "assign the tensor to p.grad, or use p.grad.copy_(tensor)"
+            )
+
     def numpy(self, *, force: bool = False) -> Any:
-        """Return a copy of the values."""
-        return self.clone().numpy(force=force)
+        """Return a copy of the values, which cannot be written: changes would be lost."""
+        array = self.clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def share_memory_(self) -> torch.Tensor:
+        """Refuse: there is no memory to share."""
+        raise UnsupportedParameterError(
+            "a gradient that is outside of its device cannot be shared with other processes: share "
+            "p.grad.clone(), or leave out gradients="
+        )
 
     def tolist(self) -> Any:
         """Return the values as numbers."""
@@ -122,16 +122,25 @@ class OutsideGradient(torch.Tensor):
         if not isinstance(first, cls):
             return _run_at_home(func, args, given)
         if func in _ALIASES:
-            alias = cls(first, first.home)
-            alias.is_taken = first.is_taken
-            return alias
-        if not first.is_taken and (found := _quickly(func, first, args, given)) is not None:
+            return cls(first, first.home, first.device)
+        if _is_view(func):
+            return _viewed(func, first, args[1:], given)
+        if _makes_another(func):
+            like = torch.empty_strided(
+                first.shape, first.stride(), dtype=first.dtype, device=first.device
+            )
+            return func(like, *args[1:], **given)
+        if not first.home.is_taken and (found := _quickly(func, first, args, given)) is not None:
             return found
         return _run_at_home(func, args, given)
 
 
 def values_for_step(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what a step reads: the values if they are in memory, else the gradient itself."""
+    """Return what a step reads: the values if they are in memory, else the gradient itself.
+
+    Raises:
+        gds.StorageError: The values could not be written, or are gone.
+    """
     if not isinstance(gradient, OutsideGradient):
         return gradient
     found = gradient.home.for_step()
@@ -143,12 +152,12 @@ def _quickly(func: Any, gradient: OutsideGradient, args: Any, kwargs: Any) -> to
     home, others = gradient.home, args[1:]
     if func is _aten.linalg_vector_norm.default and not kwargs and others in ((), (2,), (2.0,)):
         norm = home.norm()
-        if norm is None or norm.device == gradient.device:
-            return norm
-        return norm.to(gradient.device)
+        if norm is None:
+            return None
+        return norm.clone() if norm.device == gradient.device else norm.to(gradient.device)
     done = False
     if func is _aten.mul_.Tensor and not kwargs and getattr(others[0], "ndim", 0) == 0:
-        done = home.multiply(others[0])
+        done = not isinstance(others[0], OutsideGradient) and home.multiply(others[0])
     elif func is _aten.zero_.default:
         done = home.clear()
     elif func is _aten.add_.Tensor and not kwargs and len(others) == 1:
@@ -157,6 +166,36 @@ def _quickly(func: Any, gradient: OutsideGradient, args: Any, kwargs: Any) -> to
         if is_same and (other.shape, other.dtype) == (gradient.shape, gradient.dtype):
             done = home.add(other)
     return gradient if done else None
+
+
+def _is_view(func: Any) -> bool:
+    """Return whether an operation only makes views of its first argument."""
+    aliases = [a.alias_info for a in func._schema.arguments if a.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
+def _makes_another(func: Any) -> bool:
+    """Return whether an operation reads no value of its first argument, like `zeros_like`."""
+    name = func._schema.name.removeprefix("aten::")
+    return bool(name.endswith("_like") or name.startswith("new_"))
+
+
+def _viewed(func: Any, gradient: OutsideGradient, others: Any, kwargs: Any) -> Any:
+    """Return tensors that stand for the views that an operation makes of a gradient."""
+    form = torch.empty_strided(
+        gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta"
+    )
+    forms, tree = tree_flatten(func(form, *others, **kwargs))
+
+    def view(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the function that takes one of the views."""
+        return lambda values: tree_flatten(func(values, *others, **kwargs))[0][number]
+
+    views = [
+        OutsideGradient(each, ViewHome(gradient.home, view(number)), gradient.device)
+        for number, each in enumerate(forms)
+    ]
+    return tree_unflatten(views, tree)
 
 
 def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,13 +222,16 @@ def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _run_at_home(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation in host memory; new tensors go to the device that the gradient claims."""
+    """Run an operation in host memory; new tensors go to the device that the gradient claims.
+
+    Random numbers are those of that device, so what draws them runs there.
+    """
     arguments = func._schema.arguments
     written = {a.name for a in arguments if a.alias_info and a.alias_info.is_write}
-    is_view = any(a.alias_info and not a.alias_info.is_write for a in arguments)
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
     given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
     with ExitStack() as opened:
-        work = _AtHome(func, opened, is_view=is_view)
+        work = _AtHome(opened, on_device=is_random)
         moved = {
             name: tree_map(lambda leaf, name=name: work.bring(leaf, name in written), value)
             for name, value in given.items()
@@ -206,10 +248,9 @@ def _run_at_home(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 class _AtHome:
     """One operation on tensors some of which are outside gradients."""
 
-    def __init__(self, func: Any, opened: ExitStack, *, is_view: bool) -> None:
-        self._func = func
+    def __init__(self, opened: ExitStack, *, on_device: bool) -> None:
         self._opened = opened
-        self._is_view = is_view
+        self._on_device = on_device
         self._originals: dict[int, Any] = {}
         """What stands for each tensor that was brought, by the identity of that tensor."""
         self._held: list[torch.Tensor] = []
@@ -218,19 +259,18 @@ class _AtHome:
     def bring(self, value: Any, changes: bool) -> Any:
         """Return a tensor in host memory for an argument."""
         if isinstance(value, OutsideGradient):
-            if value.is_taken:
+            if value.home.is_taken:
                 raise OverlapError(
                     "step() has taken this gradient and runs beside the model: read p.grad before "
                     "step(), or keep p.grad.clone()"
                 )
-            if self._is_view and not value.home.allows_views:
-                raise UnsupportedParameterError(
-                    f"{self._func} makes a view of a gradient on the drive, whose changes would be "
-                    "lost: change the gradient as a whole, or read p.grad.clone()"
-                )
             self._claimed = value.device
             here = self._opened.enter_context(value.home.opened(changes=changes))
-        elif isinstance(value, torch.Tensor) and is_on_device(value):
+            if self._on_device and self._claimed != HOST:
+                host, here = here, here.to(self._claimed)
+                if changes:
+                    self._opened.callback(host.copy_, here)
+        elif isinstance(value, torch.Tensor) and is_on_device(value) and not self._on_device:
             here = to_host(value)
             if changes:  # such as found_inf of a scaler
                 self._opened.callback(value.copy_, here)
@@ -249,10 +289,4 @@ class _AtHome:
         found = self.original(value)
         if found is not value or not isinstance(value, torch.Tensor):
             return found
-        if self._claimed == HOST:
-            return value
-        if self._is_view:
-            from offload.gradients.homes import MemoryHome
-
-            return OutsideGradient(value, MemoryHome(value), self._claimed)
-        return value.to(self._claimed)
+        return value if self._claimed == HOST else value.to(self._claimed)

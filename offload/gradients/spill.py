@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -44,6 +44,7 @@ class Spill:
         self._next = 0
         self._reads: list[Buffer] = []
         self._is_closed = False
+        self._process = os.getpid()
 
     def require_space(self) -> None:
         """Raise `StorageError` if a drive has no room for its part of the gradients."""
@@ -62,7 +63,7 @@ class Spill:
         """Return a range for a gradient; its space is free again when it is not referenced."""
         size = _aligned(nbytes)
         with self._lock:
-            self._require_open()
+            self.require_open()
             if found := self._free.get(size):
                 drive, file, start = found.pop()
             else:
@@ -93,7 +94,7 @@ class Spill:
         """Begin to write bytes in host memory; they have been copied when this returns."""
         futures = []
         with self._lock:
-            self._require_open()
+            self.require_open()
             for first in range(0, len(data), _STAGE_BYTES):
                 part = data[first : first + _STAGE_BYTES]
                 number, buffer = self._stage()
@@ -130,11 +131,22 @@ class Spill:
             if len(self._reads) < _NUM_STAGES:
                 self._reads.append(buffer)
 
-    def _require_open(self) -> None:
+    def is_forked(self) -> bool:
+        """Return whether this is a copy in a forked process, which has no threads of transfers."""
+        return os.getpid() != self._process
+
+    def require_open(self) -> None:
+        """Raise `StorageError` if the gradients are gone, or belong to another process."""
+        if self.is_forked():
+            raise StorageError(
+                errno.EBADF,
+                "this gradient is on the drive of the process that was forked: read it there",
+                "gradient",
+            )
         if self._is_closed:
             raise StorageError(
                 errno.EBADF,
-                "the optimizer that kept this gradient on its drive is closed",
+                "the optimizer that kept this gradient on its drive is closed: call zero_grad()",
                 "gradient",
             )
 
@@ -184,8 +196,12 @@ class Region:
         self._start = start
         self._nbytes = nbytes
         self._futures: list[IOFuture] = []
+        self._is_whole = False
+        """Whether all bytes are written, or on their way."""
 
     def __del__(self) -> None:
+        if self._spill.is_forked():
+            return
         for future in self._futures:
             _wait(future)  # the next gradient in this range must not be overtaken
         self._spill.give_back(self._drive, self._file, self._start, self._nbytes)
@@ -195,14 +211,35 @@ class Region:
         for future in self._futures:
             _wait(future)  # replaced: its error does not matter any more
         data = values.detach().reshape(-1).view(torch.uint8)
-        self._futures = self._spill.write(self._file.file, data, self._start)
+        if len(data) != self._nbytes:
+            raise ValueError(f"a range of {self._nbytes} bytes cannot hold {len(data)}")
+        with self.replacing():
+            self._futures = self._spill.write(self._file.file, data, self._start)
+
+    @contextlib.contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Refuse reads after a block that did not end well, until the next write."""
+        try:
+            yield
+        except BaseException:
+            self._is_whole = False
+            raise
+        self._is_whole = True
 
     def settle(self) -> None:
         """Wait for the write in progress.
 
         Raises:
-            StorageError: The gradient could not be written.
+            StorageError: The gradient could not be written, or the optimizer is closed.
         """
+        self._spill.require_open()
+        if not self._is_whole:
+            raise StorageError(
+                errno.EIO,
+                "a gradient was not written to the drive, because its backward was interrupted or "
+                "failed: call zero_grad() and repeat the backward",
+                "gradient",
+            )
         for future in self._futures:
             future.result()
         self._futures = []

@@ -102,9 +102,10 @@ class _Spilled:
             return
         if self._reading is None:
             num = self.piece.stop - self.piece.start
-            self.values = torch.zeros(num, dtype=self._dtype, device="cpu")
+            values = torch.zeros(num, dtype=self._dtype, device="cpu")
         else:
-            self.values = self._home.scaled(self._reading.wait().view(self._dtype))
+            values = self._reading.wait().view(self._dtype)
+        self.values = self._home.scaled(values)
 
     def release(self) -> None:
         """Free the memory of the values."""

@@ -221,7 +221,7 @@ class BesideForward(StepStrategy):
             if gradient is not None:
                 trainable.parameter.grad = None
                 if isinstance(gradient, OutsideGradient):
-                    gradient.is_taken = True
+                    gradient.home.is_taken = True
                 num_bytes += gradient.nbytes
         meter = self._state.meter
         meter.moved_gradient_bytes = max(meter.moved_gradient_bytes, num_bytes)

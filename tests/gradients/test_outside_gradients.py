@@ -214,14 +214,8 @@ def test_other_code_reads_and_changes_gradients_as_always(kind, tmp_path):
             p.grad.data.mul_(0.37)
             p.grad += 1e-3
             p.grad.copy_(p.grad.clamp(-0.01, 0.01))
+            p.grad[0].zero_()
         assert_same_bits(model.head.weight.grad.clone(), plain.head.weight.grad, "changed")
-        if kind == "drive":
-            with pytest.raises(UnsupportedParameterError, match="view of a gradient on the drive"):
-                model.head.weight.grad[0].zero_()
-        else:
-            model.head.weight.grad[0].zero_()
-            plain.head.weight.grad[0].zero_()
-            assert_same_bits(model.head.weight.grad.clone(), plain.head.weight.grad, "a row")
 
 
 def test_a_gradient_that_a_step_beside_the_model_has_taken_is_refused(tmp_path):

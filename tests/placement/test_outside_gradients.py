@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import offload
+from offload.errors import OverlapError
 from offload.gradients import mover
 from tests.fake_gpu.device import on_device, upload, values
 from tests.numerics.reference import Reference, assert_same_bits
@@ -50,3 +51,53 @@ def test_training_has_the_bits_of_torch(in_flight, kind, device, tmp_path, monke
             plain.zero_grad()
             for (name, p), q in zip(live.named_parameters(), plain.parameters(), strict=True):
                 assert_same_bits(values(p), q.detach(), name)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["host", "drive"])
+def test_views_change_a_gradient_until_a_step_has_taken_it(kind, device, tmp_path, monkeypatch):
+    monkeypatch.setattr(mover, "_MIN_SPILLED_BYTES", 1024)
+    live, plain = on_device(Network()), Network()
+    expected = Reference(torch.optim.AdamW, plain.parameters())
+    settings = offload.Options(
+        gradients=kind, overlap="forward", chunk_bytes=8192, allow_volatile=True
+    )
+    with offload.AdamW(
+        live.parameters(), directory=tmp_path / "run", model=live, options=settings
+    ) as optimizer:
+        batch = torch.randn(8, 16)
+        live(upload(batch)).square().mean().backward()
+        plain(batch).square().mean().backward()
+        weights = [max(m.parameters(), key=torch.Tensor.numel) for m in (live, plain)]
+        for weight in weights:
+            weight.grad.view(-1)[:9].zero_()
+            weight.grad.detach().t()[1:].mul_(3)
+        kept = [weights[0].grad.detach(), weights[0].grad[0]]
+        optimizer.step()
+        expected.step()
+        for gradient in kept:
+            with pytest.raises(OverlapError, match="has taken this gradient"):
+                gradient.zero_()
+        optimizer.synchronize()
+        for (name, p), q in zip(live.named_parameters(), plain.parameters(), strict=True):
+            assert_same_bits(values(p), q.detach(), name)
+
+
+@BOTH
+def test_gradients_on_their_way_arrive_although_their_optimizer_is_closed(device, tmp_path):
+    live, plain = on_device(Network()), Network()
+    expected = Reference(torch.optim.AdamW, plain.parameters())
+    settings = offload.Options(gradients="host", chunk_bytes=8192, allow_volatile=True)
+    first, second = (
+        offload.AdamW(live.parameters(), directory=tmp_path / name, options=settings)
+        for name in "ab"
+    )
+    batch = torch.randn(8, 16)
+    live(upload(batch)).square().mean().backward()
+    plain(batch).square().mean().backward()
+    first.close()
+    second.step()
+    expected.step()
+    second.close()
+    for (name, p), q in zip(live.named_parameters(), plain.parameters(), strict=True):
+        assert_same_bits(values(p), q.detach(), name)
