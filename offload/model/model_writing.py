@@ -9,7 +9,9 @@ known. A leaf of such content is then handled in one of these ways:
   written.
 - Otherwise, if it holds nothing that a step changes, it is read back, compared with the live
   tensors, and written only if it differs.
-- All other leaves are written without a comparison, because they have probably changed.
+- All other leaves are written without a comparison, because they have probably changed. But if
+  steps write trained tensors (``Options(parameters="drive")``), these leaves are read back as well:
+  they are those that several writes of a step have in common, so that no write tells their digest.
 """
 
 from __future__ import annotations
