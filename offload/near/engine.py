@@ -99,6 +99,7 @@ class NearEngine(Engine):
             ],
             keep=keep,
             fresh=fresh,
+            replaces=None,
             options=options,
             timeout_s=options.agreement_timeout_s,
         )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from gds.waiting import start
-from offload.errors import NearError
+from offload.errors import BrokenOptimizerError, NearError
 from offload.format._manifest_fields import count, each, items, mapping
 from offload.near.chunks import ChunkParts, Part
 from offload.near.errors_sent import decode_error
@@ -61,6 +61,10 @@ class Link:
         self._is_closed = False
         self._in_call = False
         """Whether frames of a call are on their way."""
+        self._has_stepped = False
+        """Whether a step has begun; a server that has forgotten the run does not have its state."""
+        self._is_torn = False
+        """Whether the values here belong to no state that the server has."""
         self._connect()
 
     def call(self, call: str, *, blob: bytes | None = None, **arguments: Any) -> Result:
@@ -76,8 +80,6 @@ class Link:
             OffloadError: The error of the call on the server.
         """
         with self._talking() as wire:
-            if call == "checkpoint":  # a server that is started anew must not give it up
-                self._terms = replace(self._terms, fresh=False)
             number = self._begin(wire, call, arguments)
             if blob is not None:
                 wire.send(Kind.BLOB, number, [blob])
@@ -106,9 +108,12 @@ class Link:
 
         Raises:
             NearError: The server is lost, and the step may be half taken.
+            BrokenOptimizerError: That has happened before.
             OffloadError: The error of the step on the server.
         """
         with self._talking() as wire:
+            self._require_whole()
+            self._has_stepped = True
             expected = self.num_steps + 1
             arguments = {
                 "groups": list(groups),
@@ -126,21 +131,29 @@ class Link:
                     self._learn(mapping(announced["layout"]))
                 chunks = self._chunks(announced["chunks"])
             exchange = _Exchange(self, wire, number, chunks, {*have})
+            self._is_torn = True
             try:
                 exchange.run(gradients, updated)
-                return self._result(wire, number)
+                result = self._result(wire, number)
             except NearError:
                 if not exchange.all_sent:
                     raise
-                return self._come_back(expected, exchange.missing)
+                result = self._come_back(expected, exchange.missing)
+            except Exception:
+                self._is_torn = self._in_call  # the server remembers an error of its own
+                raise
+            self._is_torn = False
+            return result
 
     def push(self) -> None:
         """Send what has been edited here since the server has sent it.
 
         Raises:
             NearError: The server is lost.
+            BrokenOptimizerError: A step was lost before.
         """
         with self._talking() as wire:
+            self._require_whole()
             parts = self.parts
             chunks: list[int] = []
             if parts is not None:
@@ -165,6 +178,7 @@ class Link:
 
         Raises:
             NearError: The server is lost.
+            BrokenOptimizerError: Steps were lost, and there is no checkpoint.
             OffloadError: The error of `restore` on the server.
         """
         with self._lock:
@@ -175,6 +189,7 @@ class Link:
             result = self._result(wire, number)
             with self.understood():
                 if result["checkpoint"] is None:
+                    self._give_up_if_torn()
                     return result, b""
                 self._learn(mapping(result["layout"]))
                 others, state_bytes = self._others(), count(result["state_bytes"])
@@ -187,7 +202,9 @@ class Link:
                 wire.read_into(frame, received.views)
                 received.store()
                 self._known_others[other] = frame.digest
-            return result, wire.read(wire.receive((Kind.BLOB,), number), state_bytes)
+            state = wire.read(wire.receive((Kind.BLOB,), number), state_bytes)
+            self._is_torn = False
+            return result, state
 
     def close(self) -> None:
         """Leave the server in order, which closes the store. Idempotent."""
@@ -280,6 +297,10 @@ class Link:
             raise
         if self._secret != before:
             self.parts = None
+            self._is_torn |= self._has_stepped
+        if self._terms.replaces is None:
+            with self.understood():
+                self._terms = replace(self._terms, replaces=count(self.welcome["newest"]))
         self._known.clear()
         self._known_others.clear()
         self._wire = wire
@@ -304,6 +325,21 @@ class Link:
             why = "the optimizer is closed" if self._is_closed else "restore() connects again"
             raise NearError(f"there is no connection to {self._place.peer}: {why}")
         return self._wire
+
+    def _require_whole(self) -> None:
+        if self._is_torn:
+            raise BrokenOptimizerError(
+                f"{self._place.peer} was lost in a step, or has forgotten it: call restore()"
+            )
+
+    def _give_up_if_torn(self) -> None:
+        """Leave the server for good if there is no state that fits the values here."""
+        if self._is_torn:
+            self.drop()
+            raise BrokenOptimizerError(
+                f"{self._place.peer} has lost the steps of this run, and there is no checkpoint "
+                "yet: construct model and optimizer again"
+            )
 
     def _begin(self, wire: Wire, name: str, arguments: Mapping[str, Any]) -> int:
         self._number += 1

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from gds.waiting import start
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.listing import CheckpointInfo
+from offload.checkpoint.listing import CheckpointInfo, list_checkpoints
 from offload.engine.engine import Engine
 from offload.engine.reference import Position
 from offload.engine.seal_handle import SealHandle
@@ -71,7 +71,7 @@ class Session:
             directory=directories,
             model=self._model.module,
             keep=terms.keep,
-            fresh=terms.fresh,
+            fresh=terms.fresh and not _has_newer(directories[0], terms.replaces),
             options=terms.options,
             **terms.hyper,
         )
@@ -95,7 +95,7 @@ class Session:
         return {
             "store": store.store_id,
             "directories": list(store.directories),
-            "decided": self._engine.state.lifecycle.decided,
+            "newest": max((one.manifest.generation for one in store.checkpoints), default=0),
             "num_steps": self._engine.num_steps,
         }
 
@@ -328,6 +328,13 @@ class Session:
     def _load_reference(self, document: Mapping[str, Any]) -> dict[str, Any]:
         self._optimizer.load_state_dict(mapping(document["reference"]))
         return {"groups": encode_groups(self._optimizer.param_groups)}
+
+
+def _has_newer(directory: str, generation: int | None) -> bool:
+    """Return whether a store has a checkpoint that is newer than a generation, if one is given."""
+    if generation is None or not os.path.isdir(directory):
+        return False
+    return any(one.generation > generation for one in list_checkpoints(directory))
 
 
 _caught = threading.local()
