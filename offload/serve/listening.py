@@ -53,6 +53,7 @@ def run_server(
     listener: socket.socket,
     *,
     token: str | None,
+    memory_bytes: int,
     ready: Callable[[], Any],
 ) -> None:
     """Serve until SIGTERM or SIGINT, then close all stores.
@@ -61,9 +62,10 @@ def run_server(
         directories: Directories in which the runs are, one on each drive.
         listener: Socket that listens.
         token: Secret that clients must know; None for none.
+        memory_bytes: Most bytes that state of one run may take.
         ready: Function that is called when clients can connect.
     """
-    server = Server(directories, listener, token=token)
+    server = Server(directories, listener, token=token, memory_bytes=memory_bytes)
 
     def stop(*_: object) -> None:
         """Let `Server.serve` return."""

@@ -27,6 +27,7 @@ from offload.journal import log_event
 from offload.near.errors_sent import encode_error
 from offload.near.terms import Terms, decode_terms
 from offload.near.wire import Kind, Wire
+from offload.serve.memory import DEFAULT_MEMORY_BYTES, require_allowed
 from offload.serve.reading import answer
 from offload.serve.session import Session
 
@@ -72,14 +73,21 @@ class Server:
         directories: Directories in which the runs are, one on each drive.
         listener: Socket that listens.
         token: Secret that a client must know; None if everybody who can connect may train.
+        memory_bytes: Most bytes that state of one run may take.
     """
 
     def __init__(
-        self, directories: Sequence[str], listener: socket.socket, *, token: str | None = None
+        self,
+        directories: Sequence[str],
+        listener: socket.socket,
+        *,
+        token: str | None = None,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
     ) -> None:
         self._directories = [os.path.abspath(one) for one in directories]
         self._listener = listener
         self._token = token
+        self._memory_bytes = memory_bytes
         self._runs: dict[str, _Run] = {}
         self._lock = Monitor()
         self._clients: dict[threading.Thread, Wire] = {}
@@ -161,6 +169,7 @@ class Server:
             return
         wire.send_document(Kind.RESULT, 0, {})
         terms = decode_terms(wire.read_document(wire.receive((Kind.HELLO,), 0)))
+        require_allowed(terms.options, self._memory_bytes)
         wire.timeout_s = terms.timeout_s
         with _signs_of_life(wire, 0):
             run, session = self._take(terms, wire, hello.get("secret"))

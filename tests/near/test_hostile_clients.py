@@ -163,9 +163,13 @@ TERMS: dict[str, Change] = {
     "chunk-fraction": put("options", "chunk_bytes", 65536.5),
     "host-memory": put("options", "host_memory", "/dev/shm"),
     "host-memory-list": put("options", "host_memory", ["8GiB"]),
+    "host-memory-large": put("options", "host_memory", "3GiB"),
+    "ring": put("options", "ring_chunks", 1 << 40),
+    "chunk-large": put("options", "chunk_bytes", 1 << 30),
     "train-state": put("options", "train_state_bytes", 1 << 50),
     "state": put("options", "state_dtype", "float8"),
     "threads": put("options", "drives", "threads", "3"),
+    "many-threads": put("options", "drives", "threads", 1 << 20),
     "shares": put("options", "drives", "shares", [0]),
     "drives": put("options", "drives", []),
 }
