@@ -20,6 +20,7 @@ from offload.near.chunks import ChunkParts, Part
 from offload.near.errors_sent import decode_error
 from offload.near.live import Memory, Received, read
 from offload.near.place import Place, token_for
+from offload.near.reading import ask
 from offload.near.terms import Terms, decode_layout, encode_terms
 from offload.near.wire import Frame, Kind, Wire, digest_of
 
@@ -85,6 +86,19 @@ class Link:
                 wire.send(Kind.BLOB, number, [blob])
                 wire.send(Kind.END, number)
             return self._result(wire, number)
+
+    def ask(self, what: str, **arguments: Any) -> Result:
+        """Return the answer to a question about this run; no other call waits meanwhile.
+
+        Raises:
+            NearError: The server is lost.
+            OffloadError: The error of the server.
+        """
+        wire = Wire(self._place.connect(), self._place.peer, self._terms.timeout_s)
+        try:
+            return ask(wire, self._place, {"what": what, "secret": self._secret, **arguments})
+        finally:
+            self._end(wire)
 
     def step(
         self,
@@ -232,9 +246,7 @@ class Link:
         """End the connection without a word. Never raises."""
         wire, self._wire = self._wire, None
         if wire is not None:
-            self.bytes_sent += wire.bytes_sent
-            self.bytes_received += wire.bytes_received
-            wire.close()
+            self._end(wire)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -325,6 +337,11 @@ class Link:
             why = "the optimizer is closed" if self._is_closed else "restore() connects again"
             raise NearError(f"there is no connection to {self._place.peer}: {why}")
         return self._wire
+
+    def _end(self, wire: Wire) -> None:
+        self.bytes_sent += wire.bytes_sent
+        self.bytes_received += wire.bytes_received
+        wire.close()
 
     def _require_whole(self) -> None:
         if self._is_torn:

@@ -1,13 +1,13 @@
-"""Questions to a server about a store that it has: what people may read while others train.
+"""Questions to a server about a store that it has: what may be read while others train.
 
-A question is a hello that says it wants to read. It takes no lock, and is answered by one document.
-Does not import torch.
+A question is a hello that says it wants to read, on a connection of its own. It takes no lock, and
+is answered by one document. Does not import torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, Final
 
 from offload.checkpoint.listing import CheckpointInfo
@@ -17,7 +17,7 @@ from offload.errors import NearError, OffloadError
 from offload.format._manifest_fields import decode_group, each, items, mapping
 from offload.format.names import step_of
 from offload.near.errors_sent import decode_error
-from offload.near.place import place_of, token_for
+from offload.near.place import Place, place_of, token_for
 from offload.near.wire import Kind, Wire
 from offload.store.verification import Verified
 
@@ -81,6 +81,22 @@ def verify(url: str) -> tuple[list[Verified], list[str]]:
         return results, [_there(store, path) for path in _texts(found["recycled"])]
 
 
+def ask(wire: Wire, place: Place, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer to a question about a run, on a new connection.
+
+    Raises:
+        NearError: The server is lost.
+        Exception: The error of the server.
+    """
+    asked = {**question, "run": place.run}
+    wire.send_document(Kind.HELLO, 0, {"read": asked, "token": token_for(place)})
+    frame = wire.receive((Kind.RESULT, Kind.ERROR), 0)
+    found = wire.read_document(frame)
+    if frame.kind == Kind.ERROR:
+        raise decode_error(found, place.peer)
+    return found
+
+
 @contextmanager
 def _answer(url: str, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Ask a server, and yield the store's URL and the answer, which may not be what is expected."""
@@ -92,17 +108,11 @@ def _answer(url: str, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
         place = place_of(store)
     except ValueError as error:
         raise NearError(str(error)) from None
-    wire = Wire(place.connect(), place.peer, _TIMEOUT_S)
-    try:
-        question = {"what": what, "run": place.run, "checkpoint": checkpoint}
-        wire.send_document(Kind.HELLO, 0, {"read": question, "token": token_for(place)})
-        frame = wire.receive((Kind.RESULT, Kind.ERROR), 0)
-        found = wire.read_document(frame)
-    finally:
-        wire.close()
-    if frame.kind == Kind.ERROR:
-        refusal = decode_error(found, place.peer)
-        raise refusal if isinstance(refusal, OffloadError) else NearError(str(refusal))
+    with closing(Wire(place.connect(), place.peer, _TIMEOUT_S)) as wire:
+        try:
+            found = ask(wire, place, {"what": what, "checkpoint": checkpoint})
+        except (TypeError, ValueError, KeyError, RuntimeError, MemoryError) as error:
+            raise error if isinstance(error, OffloadError) else NearError(str(error)) from None
     try:
         yield store, found
     except (KeyError, TypeError, ValueError) as error:

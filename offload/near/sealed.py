@@ -49,7 +49,7 @@ class NearSealHandle(SealHandle):
 
     def _ask(self, timeout_s: float | None) -> None:
         try:
-            found = self._link.call("sealed", handle=self._number, timeout_s=timeout_s)
+            found = self._link.ask("sealed", handle=self._number, timeout_s=timeout_s)
         except SealError as error:
             self.fail(error)
             return

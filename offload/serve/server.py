@@ -14,22 +14,23 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from gds.waiting import Monitor, start
-from offload.errors import NearError, StoreLockedError, reason_of
+from offload.errors import InDoubtError, NearError, StoreLockedError, reason_of
 from offload.format._manifest_fields import mapping
 from offload.journal import log_event
 from offload.near.errors_sent import encode_error
+from offload.near.place import run_name
 from offload.near.terms import Terms, decode_terms
 from offload.near.wire import Kind, Wire
 from offload.serve.memory import DEFAULT_MEMORY_BYTES, require_allowed
 from offload.serve.reading import answer
-from offload.serve.session import Session
+from offload.serve.session import FORGOTTEN, Session
 
 PARKED_S: Final = 60.0
 """Seconds for which the session of a lost client is kept."""
@@ -164,7 +165,7 @@ class Server:
             raise PermissionError("the token is not the server's: give the client the same file")
         if "read" in hello:
             with _signs_of_life(wire, 0):
-                found = answer(mapping(hello["read"]), self._directories[0], lambda: wire.alive(0))
+                found = self._answer(mapping(hello["read"]), wire)
             wire.send_document(Kind.RESULT, 0, found)
             return
         wire.send_document(Kind.RESULT, 0, {})
@@ -182,6 +183,16 @@ class Server:
                 if session.is_over:
                     del self._runs[terms.run]
                 self._lock.notify_all()
+
+    def _answer(self, question: Mapping[str, Any], wire: Wire) -> Mapping[str, Any]:
+        """Return the answer to a question: about files, or about a seal of a session."""
+        if question["what"] != "sealed":
+            return answer(question, self._directories[0], lambda: wire.alive(0))
+        with self._lock:
+            run = self._runs.get(run_name(question["run"]))
+        if run is None or run.session is None or run.secret != question["secret"]:
+            raise InDoubtError(FORGOTTEN)
+        return run.session.sealed(question)
 
     def _take(self, terms: Terms, wire: Wire, secret: object) -> tuple[_Run, Session]:
         """Return the run that a client may use from now on: the one that it left, or a new one.

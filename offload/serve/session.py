@@ -36,9 +36,11 @@ _GIVE_BACK_S: Final = 0.01
 """Seconds between two times at which memory of parameters is given back, while a seal or a restore
 uses them one after the other."""
 
+FORGOTTEN: Final = "the server was started anew since then: checkpoints() has the list"
+
 _CALLS: Final = (
-    *("step", "edit", "checkpoint", "sealed", "restore", "parameters", "pin", "unpin", "list"),
-    *("find", "position", "stats", "synchronize", "load_reference", "close"),
+    *("step", "edit", "checkpoint", "restore", "parameters", "pin", "unpin", "list", "find"),
+    *("position", "stats", "synchronize", "load_reference", "close"),
 )
 """Calls of a client; each is a method of `Session`."""
 
@@ -231,10 +233,15 @@ class Session:
 
         start(threading.Thread(target=give_back, name="offload-serve-memory", daemon=True))
 
-    def _sealed(self, document: Mapping[str, Any]) -> dict[str, Any]:
+    def sealed(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """Wait for a checkpoint, on any thread, and say what has become of it.
+
+        Raises:
+            SealError: It could not be sealed, or is of another session.
+        """
         handle = self._handles.get(count(document["handle"]))
         if handle is None:
-            raise InDoubtError("the server was started anew since then: checkpoints() has the list")
+            raise InDoubtError(FORGOTTEN)
         timeout_s = document["timeout_s"]
         try:
             checkpoint = handle.result(None if timeout_s is None else float(timeout_s))

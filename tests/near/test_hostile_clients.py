@@ -261,8 +261,6 @@ CALLS: dict[str, tuple[str, Change]] = {
     "restore-list": ("restore", put("which", [1])),
     "restore-step": ("restore", put("which", 10**18)),
     "restore-nothing": ("restore", lambda _: {"call": "restore"}),
-    "handle": ("sealed", put("handle", 10**6)),
-    "handle-text": ("sealed", put("handle", "1")),
     "find": ("pin", lambda _: {"call": "find", "position": {"path": "/"}}),
     "find-list": ("pin", lambda _: {"call": "find", "position": []}),
     "reference": ("pin", lambda _: {"call": "load_reference", "reference": {"param_groups": 5}}),
@@ -284,6 +282,22 @@ def test_a_call_that_no_client_makes_is_refused(
             message = peer.error()
             assert message or name in ("unknown", "no-name")
             assert len(message) < 2000
+
+
+@pytest.mark.parametrize("handle", [10**6, "1", None, [1], -1])
+@pytest.mark.parametrize("run", ["attacked", "others", ["others"]], ids=["own", "other", "list"])
+def test_a_question_about_a_seal_that_no_client_asks_is_refused(
+    handle: object, run: object, server: Server, recorded: Recorded
+) -> None:
+    with Peer(server) as peer, Peer(server) as asking:
+        terms = {**recorded.terms, "run": "attacked", "fresh": True}
+        peer.greet()
+        peer.document(HELLO, 0, terms)
+        _, welcome = peer.answer()
+        secret = json.loads(welcome)["secret"]
+        question = {"what": "sealed", "run": run, "secret": secret, "handle": handle}
+        asking.document(HELLO, 0, {"read": {**question, "timeout_s": None}, "token": None})
+        assert 0 < len(asking.error()) < 2000
 
 
 def _pass(peer: Peer, recorded: Recorded) -> list[int]:
