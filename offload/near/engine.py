@@ -21,6 +21,7 @@ from offload.engine.stats import Stats
 from offload.engine.stepping import Metrics, StepStrategy
 from offload.engine.training_state import Groups
 from offload.errors import NearError, UnsupportedParameterError
+from offload.exchange.torch_dicts import MaterializedState
 from offload.format._manifest_fields import decode_group
 from offload.format.layout import Layout
 from offload.format.train_state import (
@@ -32,6 +33,7 @@ from offload.model.stored import Stored, describe_model
 from offload.near.link import Link, Result
 from offload.near.place import Place
 from offload.near.sealed import NearCheckpoint, NearSealHandle, packed
+from offload.near.state import receive_state, send_state
 from offload.near.terms import TensorTerms, Terms, decode_groups, encode_groups
 from offload.options import Options
 from offload.retention.policy import Retention
@@ -74,7 +76,7 @@ class NearEngine(Engine):
     ) -> None:
         _require_possible(options)
         self._place = place
-        self._model = model
+        self._rule = rule
         trainables = describe_parameters(groups, model, rule, options.state_format)
         stored = describe_model(model, groups, trainables)
         self._tensors = [_sendable(item) for item in stored]
@@ -339,19 +341,15 @@ class NearEngine(Engine):
         self._link.push()
         self._take_groups(groups, self._link.call("load_reference", reference=dict(reference)))
 
-    def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> NoReturn:  # noqa: ARG002
-        """Refuse: state would cross the connection."""
-        raise NearError(
-            "load_state_dict() takes references here: import a state dict where the server runs, "
-            "with offload import"
-        )
+    def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> None:
+        """Send a state dict of torch to the server, which loads it block by block."""
+        self._require_agreed(groups)
+        send_state(self._link, groups, self._rule, self._tensors, state_dict)
 
-    def materialize(self, groups: Groups) -> NoReturn:  # noqa: ARG002
-        """Refuse: state would cross the connection."""
-        raise NearError(
-            "the whole state does not cross to its client: export it where the server runs, with "
-            "offload export"
-        )
+    def materialize(self, groups: Groups) -> MaterializedState:
+        """Receive the present state into memory."""
+        self._require_agreed(groups)
+        return receive_state(self._link, groups, self._rule, self._tensors)
 
     def _info(self, found: Mapping[str, Any]) -> CheckpointInfo:
         lists = {name: tuple(found[name]) for name in ("pins", "not_seen")}

@@ -264,6 +264,17 @@ CALLS: dict[str, tuple[str, Change]] = {
     "find": ("pin", lambda _: {"call": "find", "position": {"path": "/"}}),
     "find-list": ("pin", lambda _: {"call": "find", "position": []}),
     "reference": ("pin", lambda _: {"call": "load_reference", "reference": {"param_groups": 5}}),
+    "state-list": ("load_state", put("state", [1])),
+    "state-far": ("load_state", put("state", 0, 0, 99)),
+    "state-text": ("load_state", put("state", 0, 0, "0")),
+    "state-scalars": ("load_state", put("state", 0, 1, [["step", "f32", "1e999"]])),
+    "state-steps": ("load_state", put("state", 0, 1, [["step", "f32", "-1.0"]])),
+    "state-array": ("load_state", put("state", 0, 2, {"../exp_avg": "F32"})),
+    "state-dtype": ("load_state", put("state", 0, 2, "exp_avg", "U8")),
+    "state-no-dtype": ("load_state", put("state", 0, 2, "exp_avg", "float32")),
+    "state-groups": ("load_state", put("groups", [])),
+    "state-count": ("load_state", put("steps", -1)),
+    "state-count-text": ("load_state", put("steps", "x")),
     "chunks": ("pin", lambda _: {"call": "parameters", "chunks": [10**6]}),
 }
 
@@ -344,6 +355,23 @@ def test_an_edit_of_something_else_than_it_says_is_refused(
         edit = {"call": "edit", "chunks": [], "tensors": [1]}
         peer.document(CALL, 1, edit)
         peer.send(kind, 1, b"1234567", index=index)
+        assert peer.error() == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [(TENSOR, 0), (TENSOR, 7), (TENSOR, 1 << 40), (PARAMETER, None), (BLOB, None), (END, 0)],
+)
+def test_state_of_another_length_than_was_asked_for_ends_the_connection(
+    kind: int, length: int | None, server: Server, recorded: Recorded
+) -> None:
+    with Peer(server) as peer:
+        assert peer.enter({**recorded.terms, "run": "attacked", "fresh": True}) == ""
+        peer.document(CALL, 1, recorded.calls["load_state"])
+        found, content = peer.answer()
+        assert found == PASS
+        first, last = json.loads(content)["range"]
+        peer.send(kind, 1, bytes(4 * (last - first)), nbytes=length)
         assert peer.error() == ""
 
 
