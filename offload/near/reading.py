@@ -88,12 +88,22 @@ def ask(wire: Wire, place: Place, question: Mapping[str, Any]) -> dict[str, Any]
         NearError: The server is lost.
         Exception: The error of the server.
     """
+    begin_question(wire, place, question)
+    return answered(wire)
+
+
+def begin_question(wire: Wire, place: Place, question: Mapping[str, Any]) -> None:
+    """Send a question; frames of it may follow before `answered`."""
     asked = {**question, "run": place.run}
     wire.send_document(Kind.HELLO, 0, {"read": asked, "token": token_for(place)})
+
+
+def answered(wire: Wire) -> dict[str, Any]:
+    """Receive the answer to a question, or raise the error of the server."""
     frame = wire.receive((Kind.RESULT, Kind.ERROR), 0)
     found = wire.read_document(frame)
     if frame.kind == Kind.ERROR:
-        raise decode_error(found, place.peer)
+        raise decode_error(found, wire.peer)
     return found
 
 

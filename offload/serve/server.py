@@ -29,7 +29,7 @@ from offload.near.place import run_name
 from offload.near.terms import Terms, decode_terms
 from offload.near.wire import Kind, Wire
 from offload.serve.memory import DEFAULT_MEMORY_BYTES, require_allowed
-from offload.serve.reading import answer
+from offload.serve.reading import answer, exchange_frames
 from offload.serve.session import FORGOTTEN, Session
 
 PARKED_S: Final = 60.0
@@ -185,7 +185,9 @@ class Server:
                 self._lock.notify_all()
 
     def _answer(self, question: Mapping[str, Any], wire: Wire) -> Mapping[str, Any]:
-        """Return the answer to a question: about files, or about a seal of a session."""
+        """Return the answer to a question: about files, a seal of a session, or the link."""
+        if question["what"] == "link":
+            return exchange_frames(question, wire)
         if question["what"] != "sealed":
             return answer(question, self._directories[0], lambda: wire.alive(0))
         with self._lock:

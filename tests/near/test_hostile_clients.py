@@ -311,6 +311,21 @@ def test_a_question_about_a_seal_that_no_client_asks_is_refused(
         assert 0 < len(asking.error()) < 2000
 
 
+@pytest.mark.parametrize(("up", "down"), [(-1, 0), (0, 1 << 40), ("1", 1), (None, 1), (1025, 1)])
+def test_a_measurement_of_the_link_without_end_is_refused(
+    up: object, down: object, server: Server
+) -> None:
+    with Peer(server) as peer:
+        question = {"what": "link", "run": "attacked", "up": up, "down": down}
+        peer.document(HELLO, 0, {"read": question, "token": None})
+        assert 0 < len(peer.error()) < 2000
+    with Peer(server) as peer:
+        question = {"what": "link", "run": "attacked", "up": 1, "down": 0}
+        peer.document(HELLO, 0, {"read": question, "token": None})
+        peer.send(BLOB, 0, nbytes=1 << 40)
+        assert peer.error() == ""
+
+
 def _pass(peer: Peer, recorded: Recorded) -> list[int]:
     assert peer.enter({**recorded.terms, "run": "attacked", "fresh": True}) == ""
     peer.document(CALL, 1, recorded.calls["step"])
