@@ -277,7 +277,7 @@ def link_lines(rates: Mapping[str, float]) -> Iterator[str]:
     """Return lines with the measured rates of a link; none if nothing was measured."""
     if rates:
         yield ""
-        yield _row("Link to the server", "there", "back", "each way at once")
+        yield _row("Link to the server", "there", "back", "both at once")
         yield _row(
             "GB/s, measured", *(f"{rates[n]:.3g}" for n in ("to_server", "from_server", "both"))
         )

@@ -127,7 +127,7 @@ def test_the_link_is_measured_for_the_size_of_a_run(run: Run, served: Served) ->
     assert there["limited_by"] == "the network"
     assert there["seconds"] == pytest.approx(2 / rates["both"])
     code, out, _ = run("size", "1B", "--link", served.url)
-    assert (code, "each way at once" in out) == (0, True)
+    assert (code, "both at once" in out) == (0, True)
     code, _, error = run("size", "1B", "--link", "offload+unix:///nowhere/s/run")
     assert (code, error.count("\n"), "cannot be reached" in error) == (1, 1, True)
     code, _, error = run("size", "1B", "--link", str(served.store))
