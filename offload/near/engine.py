@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -32,6 +32,7 @@ from offload.model.parameters import describe_parameters
 from offload.model.stored import Stored, describe_model
 from offload.near.link import Link, Result
 from offload.near.place import Place
+from offload.near.reading import info
 from offload.near.sealed import NearCheckpoint, NearSealHandle, packed
 from offload.near.state import receive_state, send_state
 from offload.near.terms import TensorTerms, Terms, decode_groups, encode_groups
@@ -263,17 +264,6 @@ class NearEngine(Engine):
         """Bytes that have been sent to the server, and received from it."""
         return self._link.traffic
 
-    def open_store(self) -> Any:
-        """Return what is known of the store."""
-        return self.store
-
-    def lay_out(self, groups: Groups) -> NoReturn:
-        """Refuse: the layout is the server's."""
-        raise NotImplementedError
-
-    def relayout(self, groups: Groups) -> None:
-        """Do nothing: the server lays out its state."""
-
     def join(self) -> None:
         """Wait for a step that runs beside the model, and raise its error."""
         if self._forward is not None:
@@ -288,9 +278,6 @@ class NearEngine(Engine):
         if parts is None:
             return None
         return parts.layout, [self._tensors[number] for number in parts.numbers]
-
-    def finish_arrival(self) -> None:
-        """Do nothing: nothing arrives from a tier."""
 
     def add_parameters(self, groups: Groups) -> None:
         """Refuse parameters that the server was not told of."""
@@ -321,19 +308,19 @@ class NearEngine(Engine):
         """Return the checkpoints of the store, as the server lists them."""
         result = self._link.call("list")
         with self._link.understood():
-            return [self._info(one) for one in result["checkpoints"]]
+            return [info(self._place, one) for one in result["checkpoints"]]
 
     def pins(self) -> dict[str, str]:
         """Return the path of the checkpoint of each pin, by name."""
         result = self._link.call("list")
         with self._link.understood():
-            return {name: self._here(path) for name, path in result["pins"].items()}
+            return {n: self._place.checkpoint(path) for n, path in result["pins"].items()}
 
     def find(self, wanted: Position) -> CheckpointInfo:
         """Return the checkpoint that a reference names."""
         result = self._link.call("find", position=asdict(wanted))
         with self._link.understood():
-            return self._info(result["checkpoint"])
+            return info(self._place, result["checkpoint"])
 
     def load_reference(self, groups: Groups, reference: Mapping[str, Any]) -> None:
         """Let the server load a reference; parameters stay as they are."""
@@ -343,20 +330,15 @@ class NearEngine(Engine):
 
     def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> None:
         """Send a state dict of torch to the server, which loads it block by block."""
+        self._require_alone("load_state_dict()")
         self._require_agreed(groups)
         send_state(self._link, groups, self._rule, self._tensors, state_dict)
 
     def materialize(self, groups: Groups) -> MaterializedState:
         """Receive the present state into memory."""
+        self._require_alone("materialized()")
         self._require_agreed(groups)
         return receive_state(self._link, groups, self._rule, self._tensors)
-
-    def _info(self, found: Mapping[str, Any]) -> CheckpointInfo:
-        lists = {name: tuple(found[name]) for name in ("pins", "not_seen")}
-        return CheckpointInfo(**{**found, **lists, "path": self._here(found["path"])})
-
-    def _here(self, path: str) -> str:
-        return self._place.url + "/" + path.rpartition("/")[2]
 
     def _there(self, which: int | str | None) -> int | str | None:
         """Return the name of a checkpoint as the server knows it."""
@@ -373,6 +355,13 @@ class NearEngine(Engine):
             found = decode_groups(result.get("groups", encode_groups(groups)), len(groups))
         for group, given in zip(groups, found, strict=True):
             group.update(given)
+
+    def _require_alone(self, call: str) -> None:
+        if self.state.ranks.size > 1:
+            raise NearError(
+                f"{call} cannot move the state of several ranks over their connections so far: use "
+                "offload export and import where the servers run"
+            )
 
     def _require_agreed(self, groups: Groups) -> None:
         """Refuse what is not as the server was told."""

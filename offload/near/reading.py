@@ -32,9 +32,9 @@ def overview(url: str) -> Overview:
         NearError: The URL names no run, or the server cannot be reached, or refuses.
         OffloadError: The error of the server.
     """
-    with _answer(url, "overview") as (store, found):
+    with _answer(url, "overview") as (place, found):
         return Overview(
-            [_info(store, one) for one in each(mapping, found["checkpoints"])],
+            [info(place, one) for one in each(mapping, found["checkpoints"])],
             _texts(found["unnamed_parts"]),
             found["is_further"] is True,
             _texts(found["lost_pins"]),
@@ -51,9 +51,9 @@ def describe(url: str) -> dict[str, Any]:
         NearError: The URL names no run, or the server cannot be reached, or refuses.
         OffloadError: The error of the server.
     """
-    with _answer(url, "describe") as (store, found):
+    with _answer(url, "describe") as (place, found):
         groups = [decode_group(one) for one in each(mapping, found["hyperparameters"])]
-        return {**found, "path": _there(store, found["path"]), "hyperparameters": groups}
+        return {**found, "path": place.checkpoint(found["path"]), "hyperparameters": groups}
 
 
 def verify(url: str) -> tuple[list[Verified], list[str]]:
@@ -69,16 +69,16 @@ def verify(url: str) -> tuple[list[Verified], list[str]]:
         NearError: The URL names no run, or the server cannot be reached, or refuses.
         OffloadError: The error of the server.
     """
-    with _answer(url, "verify") as (store, found):
+    with _answer(url, "verify") as (place, found):
         results = [
             Verified(
-                _there(store, one["path"]),
+                place.checkpoint(one["path"]),
                 VerifyReport(**_tuples(mapping(one["report"]))),
                 recorded=_texts(one["recorded"]),
             )
             for one in each(mapping, found["results"])
         ]
-        return results, [_there(store, path) for path in _texts(found["recycled"])]
+        return results, [place.checkpoint(path) for path in _texts(found["recycled"])]
 
 
 def ask(wire: Wire, place: Place, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def answered(wire: Wire) -> dict[str, Any]:
 
 
 @contextmanager
-def _answer(url: str, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Ask a server, and yield the store's URL and the answer, which may not be what is expected."""
+def _answer(url: str, what: str) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """Ask a server, and yield the run and the answer, which may not be what is expected."""
     store, checkpoint = url.rstrip("/"), None
     head, _, last = store.rpartition("/")
     if step_of(last) is not None:
@@ -124,17 +124,12 @@ def _answer(url: str, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
         except (TypeError, ValueError, KeyError, RuntimeError, MemoryError) as error:
             raise error if isinstance(error, OffloadError) else NearError(str(error)) from None
     try:
-        yield store, found
+        yield place, found
     except (KeyError, TypeError, ValueError) as error:
         raise NearError(
             f"{place.peer} gave an answer that is none ({error}): use the same version here and "
             "there"
         ) from error
-
-
-def _there(store: str, path: object) -> str:
-    """Return the URL of a checkpoint, given its path on the server."""
-    return f"{store}/{str(path).rpartition('/')[2]}"
 
 
 def _texts(value: object) -> list[str]:
@@ -150,6 +145,7 @@ def _tuple(value: Any) -> Any:
     return tuple(_tuple(one) for one in value) if isinstance(value, list) else value
 
 
-def _info(store: str, found: Mapping[str, Any]) -> CheckpointInfo:
+def info(place: Place, found: Mapping[str, Any]) -> CheckpointInfo:
+    """Return what a server says of a checkpoint; raise an error if it is no such document."""
     values = _tuples(found)
-    return CheckpointInfo(**{**values, "path": _there(store, values["path"])})
+    return CheckpointInfo(**{**values, "path": place.checkpoint(values["path"])})

@@ -67,14 +67,10 @@ def run_server(
     """
     server = Server(directories, listener, token=token, memory_bytes=memory_bytes)
 
-    def stop(*_: object) -> None:
-        """Let `Server.serve` return."""
-        server.stop()
-
     warnings.simplefilter("always")
     warnings.showwarning = note_warning  # type: ignore[assignment]
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+        signal.signal(number, lambda *_: server.stop())
     ready()
     try:
         server.serve()
