@@ -108,6 +108,7 @@ class NearEngine(Engine):
         )
         self._link = Link(place, terms, self._memory)
         self._closed = False
+        self._seal: NearSealHandle | None = None
         self.has_warned = False
         with self._link.understood():
             self.store: Any = SimpleNamespace(
@@ -204,7 +205,8 @@ class NearEngine(Engine):
             metrics=None if metrics is None else dict(metrics),
         )
         with self._link.understood():
-            return NearSealHandle(self._link, self._place, result, encoded)
+            self._seal = NearSealHandle(self._link, self._place, result, encoded)
+        return self._seal
 
     def fail_checkpoint(self, error: Exception) -> None:
         """Do nothing: no other rank waits."""
@@ -293,6 +295,8 @@ class NearEngine(Engine):
             try:
                 if self._forward is not None:
                     self._forward.end()
+                if self._seal is not None:
+                    self._seal.wait()  # afterwards nobody can ask
             finally:
                 self._closed = True
                 self._link.close()

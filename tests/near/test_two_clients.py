@@ -59,6 +59,15 @@ def test_who_waits_for_a_checkpoint_keeps_no_other_call_waiting(server: Server) 
     proxy.close()
 
 
+def test_a_handle_knows_its_checkpoint_after_the_optimizer_was_closed(server: Server) -> None:
+    model = make_model()
+    with make_optimizer(model, server.url("closed")) as optimizer:
+        train(model, optimizer, 1, 1)
+        handle = optimizer.checkpoint({"step": 1})
+    assert handle.done()
+    assert handle.result().train_state == {"step": 1}
+
+
 def test_a_run_that_another_process_of_the_machine_trains_is_refused(server: Server) -> None:
     with (
         make_optimizer(make_model(), server.runs / "local"),
