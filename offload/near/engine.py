@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from offload.engine.stats import Stats
 from offload.engine.stepping import Metrics, StepStrategy
 from offload.engine.training_state import Groups
 from offload.errors import NearError, UnsupportedParameterError
+from offload.exchange.torch_dicts import MaterializedState
 from offload.format._manifest_fields import decode_group
 from offload.format.layout import Layout
 from offload.format.train_state import (
@@ -31,7 +32,9 @@ from offload.model.parameters import describe_parameters
 from offload.model.stored import Stored, describe_model
 from offload.near.link import Link, Result
 from offload.near.place import Place
+from offload.near.reading import info
 from offload.near.sealed import NearCheckpoint, NearSealHandle, packed
+from offload.near.state import receive_state, send_state
 from offload.near.terms import TensorTerms, Terms, decode_groups, encode_groups
 from offload.options import Options
 from offload.retention.policy import Retention
@@ -74,7 +77,7 @@ class NearEngine(Engine):
     ) -> None:
         _require_possible(options)
         self._place = place
-        self._model = model
+        self._rule = rule
         trainables = describe_parameters(groups, model, rule, options.state_format)
         stored = describe_model(model, groups, trainables)
         self._tensors = [_sendable(item) for item in stored]
@@ -99,11 +102,13 @@ class NearEngine(Engine):
             ],
             keep=keep,
             fresh=fresh,
+            replaces=None,
             options=options,
             timeout_s=options.agreement_timeout_s,
         )
         self._link = Link(place, terms, self._memory)
         self._closed = False
+        self._seal: NearSealHandle | None = None
         self.has_warned = False
         with self._link.understood():
             self.store: Any = SimpleNamespace(
@@ -200,7 +205,8 @@ class NearEngine(Engine):
             metrics=None if metrics is None else dict(metrics),
         )
         with self._link.understood():
-            return NearSealHandle(self._link, self._place, result, encoded)
+            self._seal = NearSealHandle(self._link, self._place, result, encoded)
+        return self._seal
 
     def fail_checkpoint(self, error: Exception) -> None:
         """Do nothing: no other rank waits."""
@@ -260,17 +266,6 @@ class NearEngine(Engine):
         """Bytes that have been sent to the server, and received from it."""
         return self._link.traffic
 
-    def open_store(self) -> Any:
-        """Return what is known of the store."""
-        return self.store
-
-    def lay_out(self, groups: Groups) -> NoReturn:
-        """Refuse: the layout is the server's."""
-        raise NotImplementedError
-
-    def relayout(self, groups: Groups) -> None:
-        """Do nothing: the server lays out its state."""
-
     def join(self) -> None:
         """Wait for a step that runs beside the model, and raise its error."""
         if self._forward is not None:
@@ -286,9 +281,6 @@ class NearEngine(Engine):
             return None
         return parts.layout, [self._tensors[number] for number in parts.numbers]
 
-    def finish_arrival(self) -> None:
-        """Do nothing: nothing arrives from a tier."""
-
     def add_parameters(self, groups: Groups) -> None:
         """Refuse parameters that the server was not told of."""
         self._require_agreed(groups)
@@ -303,6 +295,8 @@ class NearEngine(Engine):
             try:
                 if self._forward is not None:
                     self._forward.end()
+                if self._seal is not None:
+                    self._seal.wait()  # afterwards nobody can ask
             finally:
                 self._closed = True
                 self._link.close()
@@ -318,19 +312,19 @@ class NearEngine(Engine):
         """Return the checkpoints of the store, as the server lists them."""
         result = self._link.call("list")
         with self._link.understood():
-            return [self._info(one) for one in result["checkpoints"]]
+            return [info(self._place, one) for one in result["checkpoints"]]
 
     def pins(self) -> dict[str, str]:
         """Return the path of the checkpoint of each pin, by name."""
         result = self._link.call("list")
         with self._link.understood():
-            return {name: self._here(path) for name, path in result["pins"].items()}
+            return {n: self._place.checkpoint(path) for n, path in result["pins"].items()}
 
     def find(self, wanted: Position) -> CheckpointInfo:
         """Return the checkpoint that a reference names."""
         result = self._link.call("find", position=asdict(wanted))
         with self._link.understood():
-            return self._info(result["checkpoint"])
+            return info(self._place, result["checkpoint"])
 
     def load_reference(self, groups: Groups, reference: Mapping[str, Any]) -> None:
         """Let the server load a reference; parameters stay as they are."""
@@ -338,26 +332,17 @@ class NearEngine(Engine):
         self._link.push()
         self._take_groups(groups, self._link.call("load_reference", reference=dict(reference)))
 
-    def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> NoReturn:  # noqa: ARG002
-        """Refuse: state would cross the connection."""
-        raise NearError(
-            "load_state_dict() takes references here: import a state dict where the server runs, "
-            "with offload import"
-        )
+    def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> None:
+        """Send a state dict of torch to the server, which loads it block by block."""
+        self._require_alone("load_state_dict()")
+        self._require_agreed(groups)
+        send_state(self._link, groups, self._rule, self._tensors, state_dict)
 
-    def materialize(self, groups: Groups) -> NoReturn:  # noqa: ARG002
-        """Refuse: state would cross the connection."""
-        raise NearError(
-            "the whole state does not cross to its client: export it where the server runs, with "
-            "offload export"
-        )
-
-    def _info(self, found: Mapping[str, Any]) -> CheckpointInfo:
-        lists = {name: tuple(found[name]) for name in ("pins", "not_seen")}
-        return CheckpointInfo(**{**found, **lists, "path": self._here(found["path"])})
-
-    def _here(self, path: str) -> str:
-        return self._place.url + "/" + path.rpartition("/")[2]
+    def materialize(self, groups: Groups) -> MaterializedState:
+        """Receive the present state into memory."""
+        self._require_alone("materialized()")
+        self._require_agreed(groups)
+        return receive_state(self._link, groups, self._rule, self._tensors)
 
     def _there(self, which: int | str | None) -> int | str | None:
         """Return the name of a checkpoint as the server knows it."""
@@ -374,6 +359,13 @@ class NearEngine(Engine):
             found = decode_groups(result.get("groups", encode_groups(groups)), len(groups))
         for group, given in zip(groups, found, strict=True):
             group.update(given)
+
+    def _require_alone(self, call: str) -> None:
+        if self.state.ranks.size > 1:
+            raise NearError(
+                f"{call} cannot move the state of several ranks over their connections so far: use "
+                "offload export and import where the servers run"
+            )
 
     def _require_agreed(self, groups: Groups) -> None:
         """Refuse what is not as the server was told."""

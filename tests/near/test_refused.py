@@ -65,24 +65,6 @@ def test_objects_that_a_server_would_have_to_import(server: Server) -> None:
     assert not (server.runs / "own").exists()
 
 
-def test_state_that_would_have_to_cross(server: Server, tmp_path: Path) -> None:
-    model = make_model()
-    with make_optimizer(model, directory=tmp_path / "run") as local:
-        step(local)
-        whole = local.full_state_dict()
-    with make_optimizer(model, directory=server.url("state")) as optimizer:
-        step(optimizer)
-        with pytest.raises(NearError, match="offload export"):
-            optimizer.full_state_dict()
-        with pytest.raises(NearError, match="offload export"), optimizer.materialized():
-            pass
-        with pytest.raises(NearError, match="offload import"):
-            optimizer.load_state_dict(whole)
-        step(optimizer)  # as if nothing had been asked
-        assert optimizer.num_steps == 2
-        optimizer.checkpoint({}).result()
-
-
 @pytest.mark.parametrize(
     "url",
     [
