@@ -82,6 +82,7 @@ ONE_IN: Final = {
     "kernel/test_copies.py::test_a_copy_goes_on_and_the_original_is_untouched": 4,
     "kernel/test_system_calls.py::test_a_system_call_fails_or_never_returns": 4,
     "near/test_kills.py": 4,
+    "near/test_ranks_killed.py::test_they_resume_one_step_with_its_bits": 4,
     "numerics/test_memory.py": NEVER,
     "ranks_store/test_many_owners.py::"
     "test_one_process_uses_the_state_of_as_many_owners_as_are_allowed": NEVER,

@@ -181,11 +181,7 @@ class Link:
         """
         with self._talking() as wire:
             self._require_whole()
-            parts = self.parts
-            chunks: list[int] = []
-            if parts is not None:
-                chunks = [c for c in range(parts.num_chunks) if self._is_edited(parts.of(c), c)]
-            others = [n for n in self._others() if self._is_other_edited(n)]
+            chunks, others = self._edited()
             if not (chunks or others):
                 return
             number = self._begin(wire, "edit", {"chunks": chunks, "tensors": others})
@@ -198,6 +194,21 @@ class Link:
             wire.send(Kind.END, number)
             self.result(wire, number)
 
+    @property
+    def is_edited(self) -> bool:
+        """Whether `push` would send anything."""
+        return any(self._edited())
+
+    def connect_again(self) -> None:
+        """Connect, if the connection was lost.
+
+        Raises:
+            NearError: The server cannot be reached.
+        """
+        with self._lock:
+            if self._wire is None and not self._is_closed:
+                self._connect()
+
     def restore(self, **arguments: Any) -> tuple[Result, bytes]:
         """Restore a checkpoint on the server; receive its values, and return its train state.
 
@@ -208,9 +219,7 @@ class Link:
             BrokenOptimizerError: Steps were lost, and there is no checkpoint.
             OffloadError: The error of `restore` on the server.
         """
-        with self._lock:
-            if self._wire is None and not self._is_closed:
-                self._connect()
+        self.connect_again()
         with self.calling("restore", **arguments) as (wire, number):
             result = self.result(wire, number)
             with self.understood():
@@ -446,6 +455,13 @@ class Link:
         if tensor is None:
             raise LookupError(f"tensor {number} is missing")
         return number, 0, tensor.numel() * tensor.element_size()
+
+    def _edited(self) -> tuple[list[int], list[int]]:
+        """Return the chunks, and the other tensors, that the server does not have as they are."""
+        chunks: list[int] = []
+        if (parts := self.parts) is not None:
+            chunks = [c for c in range(parts.num_chunks) if self._is_edited(parts.of(c), c)]
+        return chunks, [n for n in self._others() if self._is_other_edited(n)]
 
     def _is_edited(self, parts: Sequence[Part], chunk: int) -> bool:
         known = self._known.get(chunk)

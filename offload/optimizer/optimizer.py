@@ -21,7 +21,7 @@ from offload.engine.reference import is_reference
 from offload.engine.state_dict import make_reference
 from offload.engine.stepping import StepStrategy
 from offload.engine.training_state import TrainingState
-from offload.errors import NearError, OffloadError
+from offload.errors import OffloadError
 from offload.exchange.carried_reference import carry, uncarried
 from offload.exchange.torch_dicts import (
     MASTERS,
@@ -38,7 +38,7 @@ from offload.model.parameters import (
     check_iterable,
     describe_parameters,
 )
-from offload.model.process_groups import ProcessGroup, are_several
+from offload.model.process_groups import SEPARATE, ProcessGroup, are_several
 from offload.near.place import is_remote, place_of
 from offload.optimizer.checkpointing import CheckpointingOptimizer, say_resumed
 from offload.optimizer.recording import start_recorder
@@ -174,12 +174,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             require_values(all_parameters(self.param_groups, model), instead=_WITH_VALUES)
         self.state = StateOnStorage()
         if is_remote(directory):
-            if several:
-                raise NearError(
-                    "several ranks cannot use a server so far: give them directories, or train "
-                    "each model of its own with process_group=offload.SEPARATE"
-                )
-            self._serve_from(directory, rule, hyper, model, retention, options, fresh=fresh)
+            whom = process_group if several else SEPARATE
+            self._serve_from(directory, rule, hyper, model, retention, options, whom, fresh=fresh)
             return
         self._check_tier(options, as_directories(directory))
         if options.overlap == "backward":
@@ -253,24 +249,36 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         model: torch.nn.Module | None,
         keep: Retention,
         options: Options,
+        process_group: ProcessGroup,
         *,
         fresh: bool,
     ) -> None:
-        """Let a server next to the drives hold the state."""
+        """Let a server next to the drives hold the state, or that of this rank."""
         from offload.near.engine import NearEngine  # training with local drives does without
 
         self._finish_s = 0.0
-        place = place_of(directory)
-        engine = NearEngine(
-            rule,
-            hyper,
-            self.param_groups,
-            place,
-            model=model,
-            keep=keep,
-            fresh=fresh,
-            options=options,
-        )
+        what = rule, hyper, self.param_groups, place_of(directory)
+        engine: NearEngine
+        if process_group is SEPARATE:
+            engine = NearEngine(*what, model=model, keep=keep, fresh=fresh, options=options)
+        else:
+            from offload.distributed.rank_group import join_ranks  # imports torch.distributed
+            from offload.near.ranks import RankEngine
+
+            ranks = join_ranks(
+                process_group,
+                self.param_groups,
+                model,
+                options,
+                optimizer=rule.class_name,
+                keep=keep,
+                whole=True,
+                more={"directory=": "a server of each rank", "fresh=": fresh},
+            )
+            with ranks.leaving_on_error():
+                engine = RankEngine(
+                    *what, model=model, keep=keep, fresh=fresh, options=options, ranks=ranks
+                )
         self._engine = engine
         self._finalizer = weakref.finalize(self, close_quietly, engine)
         optimizer = weakref.ref(self)

@@ -71,6 +71,7 @@ class Proxy:
                 server.connect(self._upstream)
             except OSError:
                 client.close()
+                server.close()
                 continue
             self._pairs.append((client, server))
             for way, source, target in (("up", client, server), ("down", server, client)):

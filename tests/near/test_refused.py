@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import offload
 from gds import MemoryBackend
@@ -100,13 +99,3 @@ def test_a_second_client_of_a_run(server: Server) -> None:
             make_optimizer(make_model(), directory=server.url("twice"))
         step(first)
         first.checkpoint({}).result()
-
-
-def test_several_ranks(server: Server) -> None:
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        with pytest.raises(NearError, match="several ranks cannot use a server so far"):
-            make_optimizer(make_model(), directory=server.url("ranks"))
-    finally:
-        torch.distributed.destroy_process_group()
-    assert not (server.runs / "ranks").exists()
