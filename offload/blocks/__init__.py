@@ -42,6 +42,7 @@ def require_streamable(
         "a server as directory=": is_remote,
         f"overlap={options.overlap!r}": options.overlap is not None,
         'placement="device"': options.placement == "device",
+        "host_memory=": options.parameters == "drive" and _keeps_state(options),
     }
     for other, is_wanted in others.items():
         if is_wanted:
@@ -78,6 +79,11 @@ def has_blocks(model: torch.nn.Module | None, options: Options) -> bool:
         return model is not None and bool(find_units(model, ()))
     except ValueError:
         return False
+
+
+def _keeps_state(options: Options) -> bool:
+    """Return whether state stays in memory, so that steps do not write all parameters."""
+    return bool(options.host_memory_bytes or options.memory_directory)
 
 
 def streaming_for(model: torch.nn.Module, options: Options, state: TrainingState) -> StepStrategy:

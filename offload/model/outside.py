@@ -141,7 +141,8 @@ class _Building:
                 _require_plain(f"{name!r} of {type(module).__name__}", parameter)
                 if id(parameter) not in final:
                     nan = torch.full((), math.nan, dtype=parameter.dtype, device=device)
-                    made = _like(parameter, nan.expand(parameter.shape))
+                    made: Any = _like(parameter, nan.expand(parameter.shape))
+                    made._offload_outside = True
                     final[id(parameter)] = parameter, made  # the id stays that of `parameter`
                 # Modules that list their parameters elsewhere, as LSTM does, follow assignments.
                 setattr(module, name, final[id(parameter)][1])
@@ -180,11 +181,13 @@ def _require_plain(what: str, parameter: torch.nn.Parameter) -> None:
 def is_outside(parameter: torch.Tensor) -> bool:
     """Return whether a parameter has no values because it was made in `outside_memory`.
 
-    A parameter of one element counts as one with values.
+    Parameters of one element, which have no strides that tell, bear a mark.
     """
     if is_lazy(parameter) or parameter.layout != torch.strided:
         return False
-    if parameter.is_meta or parameter.numel() < 2:
+    if parameter.is_meta or not parameter.numel():
+        return False
+    if parameter.numel() == 1 and not hasattr(parameter, "_offload_outside"):
         return False
     strides = zip(parameter.shape, parameter.stride(), strict=True)
     if any(stride for size, stride in strides if size > 1):
