@@ -110,6 +110,7 @@ bench: $(VENV)/.bench
 	$(call measure,digests,--parameters 64Mi)
 	$(call measure,small_tensors,--tensors 20000)
 	$(call measure,overlap,--parameters 64Mi --iterations 2)
+	$(call measure,blocks,)
 	$(call measure,near,--parameters 64Mi)
 	$(call measure,checkpoint,--parameters $(CHECKPOINT_SIZES))
 	$(call measure,frozen,--frozen-mib 256)

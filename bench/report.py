@@ -33,6 +33,7 @@ _TITLES = {
     "update_cpu": "The update on a CPU, beside the bytes that it moves and beside torch's code",
     "same_bits": "Values of the update on a CPU, beside torch's, bit by bit",
     "overlap": "The step, behind compute",
+    "blocks": "Forward and backward of streamed blocks, beside blocks in memory",
     "near": "A step on a server of the same machine, beside a local step",
     "checkpoint": "Checkpoints",
     "frozen": "Checkpoints of a model of which little is trained",

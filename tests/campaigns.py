@@ -26,6 +26,7 @@ TIERS: Final = ("unit", "integration", "all")
 
 INTEGRATION: Final = (
     "bench/",
+    "blocks/test_libraries.py",
     "cli/",
     "device/test_nvrtc.py",
     "exchange/test_import_weights.py::test_a_model_of_transformers_by_the_command_alone",

@@ -25,6 +25,7 @@ PAGES = ("README.md", "docs/quickstart.md")
 RUN_PAGES = (
     *PAGES,
     "docs/options.md",
+    "docs/beyond-memory.md",
     "docs/retention.md",
     "docs/logs.md",
     "docs/recipes.md",

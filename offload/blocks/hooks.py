@@ -145,16 +145,16 @@ class _Block:
             return outer[0](tensor) if outer else (tensor.detach(), tensor._version)
         offset, strides = int(tensor.storage_offset()), tensor.stride()
         member = unit.member_at(offset * tensor.itemsize)
-        version = member.parameter._version
+        version = member.present_version
         return _Saved(unit, member, version, tensor.dtype, tuple(tensor.shape), strides, offset)
 
     def _unpack(self, packed: Any, outer: Any) -> torch.Tensor:
         if isinstance(packed, _Saved):
-            parameter = packed.member.parameter
-            if parameter._version != packed.version:
+            version = packed.member.present_version
+            if version != packed.version:
                 raise RuntimeError(
                     f"{_EDITED}: {packed.member.name}, by the program or by a step, is at version "
-                    f"{parameter._version}; expected version {packed.version} instead"
+                    f"{version}; expected version {packed.version} instead"
                 )
             buffer = self._blocks.saved_buffer(packed.unit).view(packed.dtype)
             return buffer.as_strided(packed.size, packed.strides, packed.offset)

@@ -37,8 +37,8 @@ class Place(Protocol):
         """Let what the calling thread does next with a buffer wait for a point."""
         ...
 
-    def wait(self, event: Event) -> None:
-        """Block the calling thread until a point is reached."""
+    def wait_filled(self) -> None:
+        """Wait until no `fill` that has begun reads host memory any more."""
         ...
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class HostPlace:
     def follow(self, event: Event) -> None:
         """Do nothing."""
 
-    def wait(self, event: Event) -> None:
+    def wait_filled(self) -> None:
         """Do nothing."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -88,8 +88,8 @@ class DevicePlace:
         self._boundary = boundary_of(device)
         self._traffic = traffic
         self.nan, value = self.empty(_NAN_BYTES), _nan()
-        copied = self._boundary.send([(value, self.nan)], [self.now()])
-        self._boundary.wait(copied)
+        self.fill(value, self.nan, [self.now()])
+        self.wait_filled()
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return new memory as bytes."""
@@ -98,7 +98,9 @@ class DevicePlace:
     def fill(self, source: torch.Tensor, into: torch.Tensor, after: Iterable[Event]) -> Event:
         """Begin to copy bytes of page-locked memory."""
         self._traffic.sent(source.nbytes)
-        return self._boundary.send([(source, into)], [e for e in after if e is not None])
+        points = [event for event in after if event is not None]
+        self._filled = event = self._boundary.send([(source, into)], points)
+        return event
 
     def now(self) -> Event:
         """Return the present end of the work of the calling thread's current stream."""
@@ -109,10 +111,9 @@ class DevicePlace:
         if event is not None:
             self._boundary.follow(event)
 
-    def wait(self, event: Event) -> None:
-        """Block the calling thread until a point is reached."""
-        if event is not None:
-            self._boundary.wait(event)
+    def wait_filled(self) -> None:
+        """Wait for the newest copy, which comes after all others."""
+        self._boundary.wait(self._filled)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of the tensor's present value, which is waited for."""

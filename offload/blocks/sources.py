@@ -25,6 +25,10 @@ from offload.stream.model_reader import ModelReader
 class Source(Protocol):
     """Values of units. All methods may be called on any thread, by one thread at a time."""
 
+    def take(self, unit: Unit) -> None:
+        """Take the present values of a unit's parameters, which may then be dropped."""
+        ...
+
     def read(self, unit: Unit, buffer: torch.Tensor, after: Event) -> Event:
         """Read a unit's parameters into a buffer.
 
@@ -48,8 +52,12 @@ class Source(Protocol):
     def home(self, member: Member) -> torch.Tensor | None:
         """Return the memory that a step changes, of the parameter's shape, always the same tensor.
 
-        None if a step does not change memory, but writes elsewhere.
+        A `FiledTensor` if a step writes the parameter into the model file.
         """
+        ...
+
+    def stays_filed(self, member: Member) -> bool:
+        """Return whether a restore leaves a parameter in the model file."""
         ...
 
 
@@ -67,7 +75,7 @@ class HostSource:
         self._locks: list[object] = []
 
     def take(self, unit: Unit) -> None:
-        """Copy the present values of a unit's parameters, which may then be dropped."""
+        """Copy the present values of a unit's parameters."""
         memory = pages(unit.nbytes)
         if unit.device.type != HOST.type:
             self._locks.append(boundary_of(unit.device).lock_pages(memory))
@@ -122,7 +130,6 @@ class SlotSource(HostSource):
         self._filed: dict[Member, FiledTensor] = {}
         self._lock = threading.Lock()
         self._stage: Buffer | None = None
-        self._busy: list[tuple[Place, Event]] = []
 
     def take(self, unit: Unit) -> None:
         """Copy the present values of a unit's parameters, which may then be dropped."""
@@ -167,9 +174,8 @@ class SlotSource(HostSource):
             gds.StorageError: The file cannot be read.
         """
         with self._lock:
-            for place, event in self._busy:
-                place.wait(event)
-            self._busy.clear()
+            for place in self._places.values():
+                place.wait_filled()  # what was read before may not have been copied yet
             place, last = self._places[unit.device], after
             filed = [member for member in unit.members if member not in self._homes]
             values = self._from_file(filed)
@@ -178,7 +184,6 @@ class SlotSource(HostSource):
                 value = values[member] if value is None else bytes_of(value)
                 into = buffer[member.place : member.place + member.nbytes]
                 last = place.fill(value, into, [after])
-            self._busy.append((place, last))
             return last
 
     def _value(self, member: Member) -> torch.Tensor:

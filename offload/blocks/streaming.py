@@ -27,7 +27,7 @@ from offload.ambient import neutral
 from offload.blocks.order import Use, UseOrder
 from offload.blocks.places import Place, place_of
 from offload.blocks.pool import Pool, num_references
-from offload.blocks.sources import HostSource
+from offload.blocks.sources import HostSource, Source
 from offload.blocks.units import ALIGNMENT, Arrival, Member, Unit
 from offload.device.boundary import HOST
 from offload.device.filed import FiledTensor
@@ -50,7 +50,7 @@ class StreamedBlocks(Keeper):
     Args:
         units: Units; see `find_units`.
         meter: Counters of the optimizer.
-        make_source: Function that makes the source of the values, given the place of each device.
+        source: Function that returns where the values are, given the place of each device.
         num_buffers: Number of buffers on each device, at least 2.
     """
 
@@ -58,7 +58,7 @@ class StreamedBlocks(Keeper):
         self,
         units: list[Unit],
         meter: Meter,
-        make_source: Callable[[Mapping[torch.device, Place]], HostSource] = HostSource,
+        source: Callable[[Mapping[torch.device, Place]], Source] = HostSource,
         num_buffers: int = NUM_BUFFERS,
     ) -> None:
         self.units = units
@@ -71,7 +71,7 @@ class StreamedBlocks(Keeper):
             device: Pool(place, sizes[device], num_buffers)
             for device, place in self._places.items()
         }
-        self._source = make_source(self._places)
+        self._source = source(self._places)
         self._taken: list[Unit] = []
         """Units whose values are at home."""
         self._of = {id(m.parameter): (unit, m) for unit in units for m in unit.members}
@@ -80,7 +80,9 @@ class StreamedBlocks(Keeper):
         self._owner: dict[int, Unit] = {}
         """Unit of each buffer in use, by the storage."""
         self._order = UseOrder(units)
-        self.watch = Watch(self._used, "streamed", _go_on, knows_layout=False)
+        self._in_use: dict[int, set[Unit]] = {}
+        """Units of the parameters that one function was given, by the thread that calls it."""
+        self.watch = Watch(self._used, "streamed", self._was_used, knows_layout=False)
         self._alone: int = _num_owners(torch.empty(1, device=HOST))
         self._reader = ThreadPoolExecutor(1, "offload-blocks")
         self.lock = threading.RLock()
@@ -106,28 +108,39 @@ class StreamedBlocks(Keeper):
                 so they can be used.
         """
         with self.lock, neutral():
+            if self.is_ended:
+                return
             for unit in self.units:
                 self._abandon(unit)
             self.settle(force=True)
-            on_device = [unit for unit in self._taken if unit.device.type != HOST.type]
-            memory = {u: self._places[u.device].empty(u.nbytes) for u in on_device}
+            memory = {
+                unit: self._places[unit.device].empty(unit.nbytes)
+                for unit in self._taken
+                if unit.device.type != HOST.type and not self._is_filed(unit)
+            }
             for unit in self._taken:
                 if unit in memory:
                     place = self._places[unit.device]
                     place.follow(self._source.read(unit, memory[unit], place.now()))
                 for member in unit.members:
-                    home = self._source.home(member)
-                    if isinstance(home, FiledTensor):
+                    value = self._source.home(member)
+                    if isinstance(value, FiledTensor):
                         self._leave_filed(unit, member)
                         continue
+                    if unit in memory:
+                        value = member.view(memory[unit])
                     self.watch.release([member.parameter])
-                    if home is not None and (unit.buffer is None or self._is_ours(unit, member)):
-                        value = member.view(memory[unit]) if unit in memory else home
+                    if value is not None and (
+                        unit.buffer is None or member.is_view_of(unit.buffer)
+                    ):
                         member.parameter.data = value
             self.unregister()
             self._loaded.clear()
             self._owner.clear()
             self._reader.shutdown(wait=False)  # it may be this thread that collects garbage
+
+    def _is_filed(self, unit: Unit) -> bool:
+        return all(isinstance(self._source.home(m), FiledTensor) for m in unit.members)
 
     def _leave_filed(self, unit: Unit, member: Member) -> None:
         """Let every later use of a parameter say where its values are."""
@@ -142,6 +155,7 @@ class StreamedBlocks(Keeper):
     def enter(self, unit: Unit) -> None:
         """Load a unit for a call of its block, and read ahead. Its parameters are not watched."""
         with self.lock:
+            self._was_used()  # if a function before has failed
             if not unit.num_calls:
                 self.load(unit)
                 is_backward = torch._C._current_graph_task_id() != -1
@@ -201,11 +215,16 @@ class StreamedBlocks(Keeper):
         with self.lock:
             for unit, member in found:
                 self.load(unit)
+                self._in_use.setdefault(threading.get_ident(), set()).add(unit)
                 member.is_touched |= not is_again
                 member.is_saved |= is_recorded
                 if is_again:
                     self.read_ahead((unit, True, True))
         return True
+
+    def _was_used(self, *_: object) -> None:
+        """Record that the function has returned, after which its parameters are watched again."""
+        self._in_use.pop(threading.get_ident(), None)
 
     def note_saved(self, unit: Unit) -> None:
         """Record that a graph may save the unit's parameters themselves."""
@@ -258,7 +277,7 @@ class StreamedBlocks(Keeper):
             meter.block_buffers, sum(p.num_made for p in self._pools.values())
         )
         for member in unit.members:
-            if member.parameter._version != member.version:
+            if member.present_version != member.version:
                 self._pools[unit.device].put(buffer, ready)
                 raise RuntimeError(
                     f"{member.name} was changed in place through a tensor that was taken from it "
@@ -277,11 +296,12 @@ class StreamedBlocks(Keeper):
         device = wanted.device
         coming = sum(u.coming is not None and u.device == device for u in self.units)
         loaded = [unit for unit in self._loaded if unit.device == device]
+        in_use = {wanted}.union(*self._in_use.values())
         num_dropped = 0
         for unit in loaded:
             if len(loaded) - num_dropped + coming < self._pools[device].limit:
                 break
-            if unit.num_calls or unit is wanted or self._order.is_last(unit):
+            if unit.num_calls or unit in in_use or self._order.is_last(unit):
                 continue
             if not self._is_held(unit):
                 self._drop(unit)
@@ -345,7 +365,7 @@ class StreamedBlocks(Keeper):
         self._of.clear()
 
     def settle(self, *, force: bool = False) -> None:
-        """Bring the program's edits home.
+        """Bring the program's edits home, and wait until no home is read any more.
 
         Args:
             force: Whether parameters that were converted are left alone instead of refused.
@@ -356,11 +376,15 @@ class StreamedBlocks(Keeper):
         with self.lock, neutral():
             for unit in list(self._loaded):
                 self._settle(unit, force=force)
+            for coming in (unit.coming for unit in self.units if unit.coming is not None):
+                coming.filled.result()
+            for place in self._places.values():
+                place.wait_filled()
 
     def _settle(self, unit: Unit, *, force: bool = False) -> None:
         for member in unit.members:
-            is_ours = self._is_ours(unit, member)
-            if not is_ours and not _is_same_kind(member):
+            is_ours = member.is_view_of(unit.buffer)
+            if not is_ours and not member.is_of_its_kind:
                 if force:
                     continue
                 now = member.parameter
@@ -369,25 +393,15 @@ class StreamedBlocks(Keeper):
                     f"{list(now.shape)} on {now.device} now: a model whose parameters are "
                     "streamed cannot be converted or moved. Do it before the optimizer is made"
                 )
-            is_edited = member.parameter._version != member.version
+            is_edited = member.present_version != member.version
             if not is_ours or member.is_touched or is_edited:
-                member.version = member.parameter._version
+                member.version = member.present_version
                 value = self._places[unit.device].to_host(member.parameter)
                 if value.stride() != member.strides:
                     value = torch.empty_strided(
                         member.shape, member.strides, dtype=member.dtype, device=HOST
                     ).copy_(value)
                 self._source.write(member, value)
-
-    def _is_ours(self, unit: Unit, member: Member) -> bool:
-        """Return whether a loaded parameter is the view of its unit's buffer that it was made."""
-        parameter, buffer = member.parameter, unit.buffer
-        return (
-            buffer is not None
-            and parameter.data_ptr() == buffer.data_ptr() + member.place
-            and _is_same_kind(member)
-            and parameter.stride() == member.strides
-        )
 
     def refresh(self, changes: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
         """Drop units whose homes have changed. Aliases get the new values.
@@ -426,13 +440,3 @@ class StreamedBlocks(Keeper):
                 self._abandon(unit)
             for unit in list(self._loaded):
                 self._release(unit)
-
-
-def _is_same_kind(member: Member) -> bool:
-    now = member.parameter
-    return now.dtype == member.dtype and tuple(now.shape) == member.shape
-
-
-def _go_on(tensor: torch.Tensor, function: object, result: object) -> None:
-    """Do nothing after a use: the tensor is watched again."""
-    del tensor, function, result

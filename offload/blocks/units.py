@@ -39,6 +39,7 @@ class Member:
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    device: torch.device
     version: int = 0
     """Version of the parameter when the unit was dropped, or its value was brought home."""
 
@@ -48,6 +49,27 @@ class Member:
 
     is_saved: bool = False
     """Whether a graph may have saved the parameter itself since the unit was loaded."""
+
+    @property
+    def present_version(self) -> int:
+        """How often the parameter has been changed in place; reading it is no use."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter._version
+
+    @property
+    def is_of_its_kind(self) -> bool:
+        """Whether the parameter has the dtype, shape and device of its home still."""
+        now = self.parameter
+        return (now.dtype, tuple(now.shape), now.device) == (self.dtype, self.shape, self.device)
+
+    def is_view_of(self, buffer: torch.Tensor | None) -> bool:
+        """Return whether the parameter is the view of a buffer that `view` returns."""
+        return (
+            buffer is not None
+            and self.parameter.data_ptr() == buffer.data_ptr() + self.place
+            and self.is_of_its_kind
+            and self.parameter.stride() == self.strides
+        )
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the parameter's values in a buffer of the unit."""
@@ -181,9 +203,12 @@ def _unit(
         like = torch.empty_strided(parameter.shape, parameter.stride(), device="meta")
         strides = torch.empty_like(like).stride()
         nbytes, shape = parameter.nbytes, tuple(parameter.shape)
-        members.append(Member(path, parameter, place, nbytes, parameter.dtype, shape, strides))
+        member = Member(
+            path, parameter, place, nbytes, parameter.dtype, shape, strides, parameter.device
+        )
+        members.append(member)
         place += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    devices = {member.parameter.device for member in members}
+    devices = {member.device for member in members}
     if len(devices) > 1:
         raise UnsupportedParameterError(
             f"the block {name!r} has parameters on {' and '.join(sorted(map(str, devices)))}; "

@@ -19,6 +19,7 @@ import torch
 
 import offload.format.digests
 from bench import (
+    blocks,
     checkpoint,
     digests,
     fio_axes,
@@ -137,6 +138,7 @@ SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], int]] = {
     "ranks_gather": (ranks_gather.main, ["--tensors", "60"], 2),
     "overlap": (overlap.main, ["--overlap", "none"], 2),
     "near": (near.main, [], 1),
+    "blocks": (blocks.main, [], 1),
     "hybrid": (hybrid.main, ["--rounds", "3"], 8),
     "whole_files": (whole_files.main, ["--rounds", "3"], 4),
     "checkpoint": (checkpoint.main, [], 17),
@@ -158,6 +160,10 @@ def test_a_script_runs(measured: Measured, monkeypatch: pytest.MonkeyPatch, name
         assert 0 < found["claims"][0]["bytes_ratio"] < 1
     elif name == "overlap":
         assert facts["bit_identical"] is True
+    elif name == "blocks":
+        assert facts["bit_identical"] is True
+        assert facts["block_loads_ahead"] == facts["block_loads"] > 0
+        assert facts["block_loads_unused"] == 0
     elif name == "near":
         assert facts["bit_identical"] is True
         for label in ("128Ki", "512Ki"):  # with chunks of 1,024 elements

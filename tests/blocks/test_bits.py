@@ -209,6 +209,35 @@ def hooked(model: Model) -> Any:
     return torch.tensor(seen)
 
 
+def edited_within(model: Model) -> Any:
+    def shrink(module: Any, _args: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+
+    hook = model.layers[1].up.register_forward_pre_hook(shrink)
+    for seed in range(2):
+        model.loss(batch(seed)).backward()
+    hook.remove()
+
+
+def moved(model: Model) -> Any:
+    assert model.to("cpu", torch.bfloat16) is model
+    for parameter in model.parameters():
+        assert parameter.is_contiguous()
+        assert torch.zeros_like(parameter).stride() == parameter.stride()
+
+
+def all_at_once(model: Model) -> Any:
+    with pytest.raises(RuntimeError):
+        torch.cat(list(model.parameters()))
+    norms = torch._foreach_norm(list(model.parameters()))
+    vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 1.5)
+    return [norm.detach() for norm in norms], vector
+
+
 def functional(model: Model) -> Any:
     values = {name: value * 2 for name, value in model.state_dict().items()}
     return torch.func.functional_call(model, values, (batch(1),)).detach()
@@ -218,7 +247,8 @@ USES: dict[str, Callable[[Model], Any]] = {
     use.__name__: use
     for use in (
         evaluating, penalized, retained, on_cpu, autocast, regularized, decayed, skipped,
-        clamped, loaded, aliased, interrupted, hooked, functional,
+        clamped, loaded, aliased, interrupted, hooked, edited_within, moved, all_at_once,
+        functional,
     )
 }  # fmt: skip
 
@@ -237,6 +267,15 @@ def test_uses_between_steps(tmp_path: Path, use: Callable[[Model], Any]) -> None
     for model in both:
         model.order = range(5)
     both.train(2)
+    both.step()
+
+
+def test_one_function_may_take_more_parameters_than_there_are_buffers(tmp_path: Path) -> None:
+    both = pair(tmp_path / "run", layers=9)
+    found = [all_at_once(model) for model in both]
+    for plain, streamed in zip(*map(torch.utils._pytree.tree_leaves, found), strict=True):
+        assert_same_bits(streamed, plain, "what was computed")
+    both.train(0)
     both.step()
 
 

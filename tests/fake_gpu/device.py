@@ -65,8 +65,9 @@ class OnDevice(torch.Tensor):
         return f"<{tuple(self.shape)} {self.dtype} on the fake device>"
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the memory on the device."""
-        return self.held.untyped_storage()
+        """Return the memory on the device, of a buffer that the library has asked for."""
+        held = self.held.untyped_storage()
+        return held if held._cdata in _device.buffers else super().untyped_storage()
 
     @property
     def data(self) -> torch.Tensor:
@@ -156,6 +157,8 @@ class FakeDevice:
         self.num_kernels = 0
         self.num_fetched = self.num_sent = 0
         self.locked: list[torch.Tensor] = []
+        self.buffers: set[int] = set()
+        """Storages of buffers that the library has asked for."""
         self._keep: list[torch.Tensor] = []
         """Storages that have been seen: their numbers must not be given to others."""
         self._written: dict[int, int] = {}
@@ -331,7 +334,7 @@ class FakeDevice:
 
     def empty(self, nbytes: int) -> OnDevice:
         made = OnDevice(torch.full((nbytes,), GARBAGE, dtype=torch.uint8))
-        self._see(made)
+        self.buffers.add(self._see(made))
         return made
 
     def fence(self) -> None:
