@@ -144,8 +144,7 @@ class Link:
                 return self.result(wire, number, frame)
             announced = wire.read_document(frame)
             with self.understood():
-                if "layout" in announced:
-                    self.learn(mapping(announced["layout"]))
+                self.learn(announced)
                 chunks = self._chunks(announced["chunks"])
             exchange = _Exchange(self, wire, number, chunks, {*have})
             try:
@@ -235,7 +234,7 @@ class Link:
     def receive_values(self, wire: Wire, number: int, result: Result) -> None:
         """Receive all values that the server has, which follow a result."""
         with self.understood():
-            self.learn(mapping(result["layout"]))
+            self.learn(result)
             others = self._others()
             if items(result["tensors"]) != others:
                 raise ValueError("tensors that are not there")
@@ -429,10 +428,13 @@ class Link:
             self.receive_parameters(wire, self.frame(wire, number, Kind.PARAMETER), chunk)
 
     def learn(self, document: Mapping[str, Any]) -> ChunkParts:
-        """Learn how the server lays out its state."""
-        self.parts = ChunkParts(*decode_layout(document, self._terms.tensors))
-        self._known.clear()
-        return self.parts
+        """Return how the server lays out its state, which a document says if it is new."""
+        if "layout" in document:
+            self.parts = ChunkParts(
+                *decode_layout(mapping(document["layout"]), self._terms.tensors)
+            )
+            self._known.clear()
+        return self._known_parts()
 
     def _chunks(self, value: object) -> tuple[int, ...]:
         found = each(count, value)

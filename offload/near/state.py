@@ -21,7 +21,7 @@ from offload.exchange.torch_dicts import (
     stated_steps,
 )
 from offload.format._layout_fields import decode_scalars, encode_scalars
-from offload.format._manifest_fields import count, each, items, mapping, text
+from offload.format._manifest_fields import count, each, items, text
 from offload.format.arrays import MASTER
 from offload.format.layout import Layout
 from offload.model.parameters import Trainable
@@ -55,7 +55,7 @@ def receive_state(
     with link.calling("state") as (wire, number):
         result = link.result(wire, number)
         with link.understood():
-            parts = link.learn(mapping(result["layout"]))
+            parts = link.learn(result)
             layout, numbers = parts.layout, parts.numbers
             scalars = decode_scalars(result["scalars"], len(numbers))
             group_of = {id(p): n for n, group in enumerate(groups) for p in group["params"]}

@@ -99,6 +99,7 @@ class Session:
 
     def welcome(self) -> dict[str, Any]:
         """Return what a client must know before its first call."""
+        self._steps.told = None  # what was sent last may have been lost
         store = self._engine.store
         return {
             "store": store.store_id,
@@ -319,10 +320,7 @@ class Session:
         state.lifecycle.require_usable()
         self._engine.relayout(self._optimizer.param_groups)
         self._after = state_blocks(state, self._steps.known_parts())
-        return {
-            "layout": self._steps.layout_document(),
-            "scalars": encode_scalars(state.table.scalars),
-        }
+        return {"scalars": encode_scalars(state.table.scalars), **self._steps.layout_if_new()}
 
     def _load_state(self, document: Mapping[str, Any]) -> dict[str, Any]:
         """Load a state dict whose tensors the client sends block by block."""

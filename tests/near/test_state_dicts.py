@@ -221,6 +221,11 @@ def test_the_server_holds_a_block_and_not_the_state(server: Server) -> None:
         found = optimizer.full_state_dict()
         crossed = optimizer.stats().from_server_bytes - crossed
         assert crossed < 12.01 * model.weight.numel()
+        sent = optimizer.stats().to_server_bytes
+        optimizer.step()  # which sends nothing but gradients
+        assert optimizer.stats().to_server_bytes - sent < 2.01 * model.weight.numel()
+        optimizer.load_state_dict(optimizer.full_state_dict() | {"num_steps": 1})
+        found = optimizer.full_state_dict()
         optimizer.load_state_dict(found)
         assert server.status("VmHWM") < before + (32 << 10)  # of 94 MiB
         assert torch.equal(optimizer.full_state_dict()["master"][0], found["master"][0])
