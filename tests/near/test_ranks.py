@@ -169,3 +169,19 @@ def test_groups_of_one_server_alone_and_parameters_without_a_model(
     expected = run(jobs, tmp_path / "plain", [in_memory] * 2, is_plain=True)
     assert [values(rank, "step") for rank in first] == [values(rank, "step") for rank in expected]
     assert of_each(again, "step") == of_each(expected, "step")
+
+
+def test_a_checkpoint_that_is_damaged_on_one_server_is_given_up_on_all(
+    jobs: Jobs, servers: list[Server], urls: list[str], tmp_path: Path
+) -> None:
+    run(jobs, tmp_path, opened(urls, [["step"], *SEAL, ["step"], *SEAL]))
+    folder = servers[1].runs / urls[1].rpartition("/")[2] / "step-00000002"
+    model = folder / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"?")
+    calls: Calls = [["restore"], ["restore"], ["step"], ["step"], *SEAL]
+    ranks = jobs.run(tmp_path, opened(urls, calls), **SETTING)
+    expected = plain(jobs, tmp_path, 3)
+    for number, rank in enumerate(ranks):
+        assert rank.failed() == ["DamagedError"]
+        assert values(rank, "restore") == [None, [1, {"step": 1, "rank": number}]]
+        assert values(rank, "step") == expected[number][1:]
