@@ -124,7 +124,10 @@ CAMPAIGNS: Final = {
         "a server that updates next to the drives, and its clients, killed",
         ("tests/near",),
         {"NEAR_SEED": "SEED"},
-        (("bench.near_kills", "--seed", "SEED", *_BENCH),),
+        (
+            ("bench.near_kills", "--seed", "SEED", *_BENCH),
+            ("bench.near_kills", "--ranks", "--seed", "SEED", *_BENCH),
+        ),
     ),
     "mutations": Campaign(
         "the library without one of its syncs, locks, digests or orders: a test must notice",

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from offload.format.metrics import usable_metrics
     from offload.grad_scaler import GradScaler
     from offload.model.loading import load_parameters
+    from offload.model.outside import outside_memory
     from offload.model.process_groups import SEPARATE
     from offload.optimizer import OffloadedOptimizer
     from offload.options import DriveTuning, MemoryDirectory, Options, Tier
@@ -157,6 +158,7 @@ __all__ = [
     "list_checkpoints",
     "load_parameters",
     "open_checkpoint",
+    "outside_memory",
     "pin",
     "read_state",
     "reference_of",
@@ -217,6 +219,7 @@ _MODULES = {
     "offload.optimizer": ("OffloadedOptimizer",),
     "offload.options": ("DriveTuning", "MemoryDirectory", "Options", "Tier"),
     "offload.store.pinning": ("pin", "unpin"),
+    "offload.model.outside": ("outside_memory",),
     "offload.model.process_groups": ("SEPARATE",),
     "offload.store.quarantine": ("verify_and_mark", "verify_before_resume"),
     "offload.retention.policy": (

@@ -15,7 +15,8 @@ from offload.format.train_state import MAX_CAPACITY_BYTES
 Overlap: TypeAlias = Literal["forward", "backward"]
 """Part of the model's work that a step may run beside."""
 
-Parameters: TypeAlias = Literal["host"]
+Gradients: TypeAlias = Literal["host", "drive"]
+Parameters: TypeAlias = Literal["host", "drive"]
 """Place of the parameters of blocks that are not in use."""
 
 Placement: TypeAlias = Literal["auto", "host", "device"]
@@ -207,12 +208,22 @@ class Options:
     ``step()``. If a backward goes on through the model to something else (a GAN's generator, an
     input), ``step()`` applies its gradients, and returns when that is done."""
 
+    gradients: Gradients | None = None
+    """Where gradients are between backward and ``step()``. None: where backward has made them.
+    ``"host"``: in host memory, so that a device needs no memory for them. ``"drive"``: in files
+    without a name on the drives of the store, so that hosts need no memory for them either; small
+    ones stay in host memory. ``p.grad`` stays a tensor of its shape, dtype and device on which
+    clipping, loss scaling, accumulation and ``zero_grad`` work as always. Parameters are then
+    updated on the CPU. A gradient stays where it is if your program has other references to its
+    memory, such as one buffer for all gradients, or if it is sparse or part of a graph."""
+
     parameters: Parameters | None = None
-    """Place where the parameters of repeated blocks are while they are not used; needs ``model=``.
-    None: on the device, as the model has them. ``"host"``: in page-locked host memory. A block's
-    parameters are in one of three buffers on the device only while the block runs, or is read
-    ahead. Any other use through torch loads them as well, and an edit counts. The optimizer updates
-    them in host memory."""
+    """Where the parameters of repeated blocks are while they are not used; needs ``model=``. None:
+    where the model has them. ``"host"``: in page-locked host memory. ``"drive"``: in the
+    ``model.safetensors`` of the slot, which steps write together with the state, so that a
+    checkpoint writes no trained parameter. A block's parameters are in one of three buffers on the
+    device only while the block runs, or is read ahead. Any other use through torch loads them as
+    well, and an edit counts. Parameters are then updated on the CPU."""
 
     blocks: str | Sequence[str] | None = None
     """Names of the modules that are blocks, with `parameters`: patterns such as
@@ -319,6 +330,7 @@ class Options:
             ("master", self.master, get_args(MasterFormat)),
             ("state_dtype", self.state_dtype, get_args(StateDtype)),
             ("overlap", self.overlap, (None, *get_args(Overlap))),
+            ("gradients", self.gradients, (None, *get_args(Gradients))),
             ("parameters", self.parameters, (None, *get_args(Parameters))),
             ("placement", self.placement, get_args(Placement)),
             ("verify", self.verify, get_args(Verify)),
@@ -327,16 +339,17 @@ class Options:
                 raise ValueError(
                     f"{name} must be one of {', '.join(map(str, known))}, got {value!r}"
                 )
-        if self.blocks is not None and self.parameters != "host":
-            raise ValueError('blocks has no effect without parameters="host": set both, or none')
-        patterns: tuple[object, ...] = self.block_patterns
-        if not all(isinstance(pattern, str) and pattern for pattern in patterns):
-            raise ValueError(f"blocks must be names or patterns of modules, got {self.blocks!r}")
+        self._require_outside_possible()
         # Both are read whatever the placement, so that a wrong value is refused here.
         host_memory_bytes, device_memory_bytes = self.host_memory_bytes, self.device_memory_bytes
         if self.placement == "device" and (host_memory_bytes or self.memory_directory):
             raise ValueError(
                 'host_memory has no effect with placement="device": state stays in device_memory'
+            )
+        if self.parameters == "drive" and (self.placement == "device" or device_memory_bytes):
+            raise ValueError(
+                'parameters="drive" needs steps on the CPU so far: leave out placement="device" '
+                "and device_memory"
             )
         if self.placement == "host" and device_memory_bytes:
             raise ValueError(
@@ -369,6 +382,24 @@ class Options:
     def block_patterns(self) -> tuple[str, ...]:
         """The patterns of `blocks`; none if blocks are to be found."""
         return (self.blocks,) if isinstance(self.blocks, str) else tuple(self.blocks or ())
+
+    def _require_outside_possible(self) -> None:
+        """Refuse values of `gradients`, `parameters` and `blocks` that exclude others."""
+        if self.gradients is not None and self.placement == "device":
+            raise ValueError(
+                f'gradients={self.gradients!r} does not go with placement="device": gradients are '
+                'outside of the device then; use placement="host", or leave gradients out'
+            )
+        if self.gradients is not None and self.overlap == "backward":
+            raise ValueError(
+                f'gradients={self.gradients!r} has no effect with overlap="backward", which '
+                "applies gradients at once: leave one of them out"
+            )
+        if self.blocks is not None and self.parameters is None:
+            raise ValueError("blocks has no effect without parameters: set parameters as well")
+        patterns: tuple[object, ...] = self.block_patterns
+        if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+            raise ValueError(f"blocks must be names or patterns of modules, got {self.blocks!r}")
 
     @property
     def memory_directory(self) -> MemoryDirectory | None:

@@ -33,7 +33,8 @@ MAY_KNOW = {
     "sizing": {"gds", "errors", "units", "format", "options", "checkpoint"},  # no torch
     "record": {"gds", "errors", "journal", "format"},  # no torch
     "device": {"torch", "gds", "format"},
-    "update": _ARITHMETIC,
+    "gradients": _ARITHMETIC,
+    "update": _ARITHMETIC | {"gradients"},
     "model": _ARITHMETIC | {"update", "checkpoint"},
     "stream": _ARITHMETIC
     | {"units", "journal", "update", "model", "options", "checkpoint", "store"},

@@ -11,9 +11,10 @@ import torch
 from offload.engine.stepping import StepStrategy
 from offload.engine.training_state import TrainingState
 from offload.errors import UnsupportedParameterError
+from offload.model.outside import is_outside
 from offload.options import Options
 
-__all__ = ["require_streamable", "streaming_for"]
+__all__ = ["has_blocks", "require_streamable", "streaming_for"]
 
 
 def require_streamable(
@@ -32,6 +33,8 @@ def require_streamable(
         UnsupportedParameterError: A parameter in a block cannot be moved.
     """
     setting = f"parameters={options.parameters!r}"
+    if not has_blocks(model, options):
+        return
     if model is None:
         raise ValueError(f"{setting} needs model=, the module that is called in training")
     others = {
@@ -39,6 +42,7 @@ def require_streamable(
         "a server as directory=": is_remote,
         f"overlap={options.overlap!r}": options.overlap is not None,
         'placement="device"': options.placement == "device",
+        "host_memory=": options.parameters == "drive" and _keeps_state(options),
     }
     for other, is_wanted in others.items():
         if is_wanted:
@@ -51,11 +55,40 @@ def require_streamable(
             )
     from offload.blocks.units import find_units
 
-    find_units(model, options.block_patterns)
+    for unit in find_units(model, options.block_patterns):
+        for member in unit.members:
+            is_plain = is_outside(member.parameter) or member.parameter.is_contiguous()
+            if options.parameters == "drive" and not is_plain:
+                raise UnsupportedParameterError(
+                    f"parameter {member.name!r} is not contiguous, which {setting} does not take: "
+                    'make it contiguous, or use parameters="host"'
+                )
+
+
+def has_blocks(model: torch.nn.Module | None, options: Options) -> bool:
+    """Return whether blocks are to be streamed.
+
+    With ``parameters="drive"`` a model without blocks, and parameters without a model, are trained
+    as well: steps write their parameters into the slot, and all of them stay in memory, too.
+    """
+    if options.parameters != "drive" or options.blocks is not None:
+        return options.parameters is not None
+    from offload.blocks.units import find_units
+
+    try:
+        return model is not None and bool(find_units(model, ()))
+    except ValueError:
+        return False
+
+
+def _keeps_state(options: Options) -> bool:
+    """Return whether state stays in memory, so that steps do not write all parameters."""
+    return bool(options.host_memory_bytes or options.memory_directory)
 
 
 def streaming_for(model: torch.nn.Module, options: Options, state: TrainingState) -> StepStrategy:
     """Return the strategy of steps of a model whose blocks are streamed; see `StreamedSteps`."""
-    from offload.blocks.steps import StreamedSteps
+    from offload.blocks.steps import FiledSteps, StreamedSteps
 
-    return StreamedSteps(state, model, options.block_patterns)
+    kind = FiledSteps if options.parameters == "drive" else StreamedSteps
+    return kind(state, model, options.block_patterns)

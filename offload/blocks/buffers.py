@@ -50,23 +50,37 @@ class Buffers:
         unit.coming = Arrival(buffer, self._reader.submit(self.source.read, unit, buffer, after))
 
     def abandon(self, unit: Unit) -> None:
-        """Wait for what `begin` reads, if it was called, and take the buffer back."""
+        """Wait for what `begin` reads, if it was called, and take the buffer back.
+
+        An error of the read is ignored: nobody needs the values.
+        """
         coming, unit.coming = unit.coming, None
         if coming is not None:
             self._meter.block_loads_unused += 1
-            self._pools[unit.device].put(coming.buffer, coming.filled.result())
+            has_failed = coming.filled.exception() is not None
+            self._pools[unit.device].put(
+                coming.buffer, None if has_failed else coming.filled.result()
+            )
 
     def read(self, unit: Unit) -> tuple[torch.Tensor, Event]:
         """Return a buffer with a unit's values, and the point after which it may be used."""
         meter, started = self._meter, time.perf_counter()
         coming, unit.coming = unit.coming, None
+        after: Event = None
         if coming is not None:
             meter.block_loads_ahead += 1
             meter.block_loads_waited += not coming.filled.done()
-            buffer, ready = coming.buffer, coming.filled.result()
+            buffer = coming.buffer
         else:
             buffer, after = self._pools[unit.device].get()
-            ready = self.source.read(unit, buffer, after)
+        try:
+            if coming is None:
+                ready = self.source.read(unit, buffer, after)
+            else:
+                ready = coming.filled.result()
+        except BaseException:
+            self._pools[unit.device].put(buffer, after)
+            raise
         meter.wait_blocks_s += time.perf_counter() - started
         meter.block_loads += 1
         meter.block_bytes += unit.nbytes
@@ -93,7 +107,7 @@ class Buffers:
         """Wait until nothing reads from the source any more."""
         for unit in units:
             if unit.coming is not None:
-                unit.coming.filled.result()
+                unit.coming.filled.exception()
         for place in self.places.values():
             place.wait_filled()
 

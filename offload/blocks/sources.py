@@ -6,14 +6,20 @@ or in a file that a step writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from gds import ALIGNMENT, Backend, Buffer
 from offload.blocks.places import Place, pages
 from offload.blocks.units import Member, Unit
 from offload.device.boundary import HOST, Event, boundary_of
+from offload.device.filed import FiledTensor
+from offload.model.parameters import is_stepped
+from offload.model.tensor_image import bytes_of
+from offload.stream.model_reader import ModelReader
 
 
 class Source(Protocol):
@@ -46,8 +52,12 @@ class Source(Protocol):
     def home(self, member: Member) -> torch.Tensor | None:
         """Return the memory that a step changes, of the parameter's shape, always the same tensor.
 
-        None if a step does not change memory, but writes elsewhere.
+        A `FiledTensor` if a step writes the parameter into the model file.
         """
+        ...
+
+    def stays_filed(self, member: Member) -> bool:
+        """Return whether a restore leaves a parameter in the model file."""
         ...
 
 
@@ -89,6 +99,129 @@ class HostSource:
     def home(self, member: Member) -> torch.Tensor | None:
         """Return the memory of a parameter; None if its value has not been taken."""
         return self._homes.get(member)
+
+    def stays_filed(self, member: Member) -> bool:  # noqa: ARG002
+        """Return whether a restore leaves a parameter in the model file: never."""
+        return False
+
+
+class SlotSource(HostSource):
+    """Values in the model file of the slot that holds the state; steps write them there.
+
+    Values that the slot lacks stay in host memory: those of a model that was never stepped, edits
+    until the next step, and parameters that are not trained.
+
+    Args:
+        places: Place of each device.
+        backend: Backend that allocates memory for reads.
+        reader: Function that returns the reader of the present slot's model file, and the first
+            byte of each parameter in the file's data, by name.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[torch.device, Place],
+        backend: Backend,
+        reader: Callable[[], tuple[ModelReader, Mapping[str, int]]],
+    ) -> None:
+        super().__init__(places)
+        self._backend = backend
+        self._reader = reader
+        self._filed: dict[Member, FiledTensor] = {}
+        self._lock = threading.Lock()
+        self._stage: Buffer | None = None
+
+    def take(self, unit: Unit) -> None:
+        """Copy the present values of a unit's parameters, which may then be dropped."""
+        for member in unit.members:
+            if self.home(member) is not None:
+                continue  # it was made outside of memory
+            home = torch.empty(member.shape, dtype=member.dtype, device=HOST)
+            home.copy_(self._places[unit.device].to_host(member.parameter))
+            self._homes[member] = home
+
+    def hold(self, member: Member) -> None:
+        """Give a parameter memory, which has no values yet."""
+        self._homes[member] = torch.full(member.shape, torch.nan, dtype=member.dtype, device=HOST)
+
+    def file(self, members: Iterable[Member]) -> None:
+        """Record that the slot has the values of some parameters, and free their memory."""
+        for member in members:
+            if member not in self._filed:
+                self._filed[member] = FiledTensor(member.name, member.shape, member.dtype)
+            self._homes.pop(member, None)
+
+    def home(self, member: Member) -> torch.Tensor | None:
+        """Return the memory of a parameter, or what stands for it in the file."""
+        return self._homes.get(member) if member in self._homes else self._filed.get(member)
+
+    def stays_filed(self, member: Member) -> bool:
+        """Return whether a restore leaves a parameter in the model file: if steps write it."""
+        return member in self._filed or is_stepped(member.parameter)
+
+    def write(self, member: Member, value: torch.Tensor) -> None:
+        """Take a value that the program has edited; it stays in memory until the next step."""
+        if member in self._homes:
+            super().write(member, value)
+        elif not same_bits(value.cpu(), self._value(member)):
+            self._homes[member] = value.detach().clone().contiguous()
+
+    def read(self, unit: Unit, buffer: torch.Tensor, after: Event) -> Event:
+        """Read a unit's parameters from the file, and copy those that are in memory.
+
+        Raises:
+            DamagedError: The file is not as it was written.
+            gds.StorageError: The file cannot be read.
+        """
+        with self._lock:
+            for place in self._places.values():
+                place.wait_filled()  # what was read before may not have been copied yet
+            place, last = self._places[unit.device], after
+            filed = [member for member in unit.members if member not in self._homes]
+            values = self._from_file(filed)
+            for member in unit.members:
+                value = self._homes.get(member)
+                value = values[member] if value is None else bytes_of(value)
+                into = buffer[member.place : member.place + member.nbytes]
+                last = place.fill(value, into, [after])
+            return last
+
+    def _value(self, member: Member) -> torch.Tensor:
+        with self._lock:
+            found = self._from_file([member])[member]
+            return found.view(member.dtype).view(member.shape).clone()
+
+    def _from_file(self, members: Sequence[Member]) -> dict[Member, torch.Tensor]:
+        """Return the bytes of parameters in the file; they stay until the next call."""
+        if not members:
+            return {}
+        reader, starts = self._reader()
+        runs: list[list[Member]] = []
+        for member in sorted(members, key=lambda member: starts[member.name]):
+            last = runs[-1][-1] if runs else None
+            if last is not None and starts[last.name] + last.nbytes == starts[member.name]:
+                runs[-1].append(member)
+            else:
+                runs.append([member])
+        lengths = [sum(member.nbytes for member in run) for run in runs]
+        stage = self._staged(sum(lengths) + (len(runs) + 1) * ALIGNMENT)
+        memory = torch.frombuffer(stage.memoryview(), dtype=torch.uint8)
+        parts, found, at = [], {}, 0
+        for run, nbytes in zip(runs, lengths, strict=True):
+            start = starts[run[0].name]
+            at = -(-at // ALIGNMENT) * ALIGNMENT + reader.position(start) % ALIGNMENT
+            parts.append((start, stage.slice(at, nbytes)))
+            for member in run:
+                found[member] = memory[at : at + member.nbytes]
+                at += member.nbytes
+        for transfer in reader.start(parts):
+            transfer.result()
+        return found
+
+    def _staged(self, nbytes: int) -> Buffer:
+        if self._stage is None or self._stage.nbytes < nbytes:
+            self._stage = self._backend.allocate(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+        return self._stage
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

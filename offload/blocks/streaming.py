@@ -28,9 +28,10 @@ from offload.blocks.order import Use, UseOrder
 from offload.blocks.places import Place
 from offload.blocks.pool import num_references
 from offload.blocks.sources import HostSource, Source
-from offload.blocks.units import Unit
+from offload.blocks.units import Member, Unit
 from offload.device.boundary import HOST
-from offload.errors import MismatchError, UnsupportedParameterError
+from offload.device.filed import FiledTensor
+from offload.errors import MismatchError, OffloadError, UnsupportedParameterError
 from offload.model.homes import Keeper
 from offload.model.watch import Watch
 from offload.stream.meter import Meter
@@ -106,13 +107,16 @@ class StreamedBlocks(Keeper):
             memory = {
                 unit: self._buffers.places[unit.device].empty(unit.nbytes)
                 for unit in self._taken
-                if unit.device.type != HOST.type or self._source.home(unit.members[0]) is None
+                if unit.device.type != HOST.type and not self._is_filed(unit)
             }
             for unit in self._taken:
                 if unit in memory:
                     self._buffers.read_again(unit, memory[unit])
                 for member in unit.members:
                     value = self._source.home(member)
+                    if isinstance(value, FiledTensor):
+                        self._leave_filed(unit, member)
+                        continue
                     if unit in memory:
                         value = member.view(memory[unit])
                     self.watch.release([member.parameter])
@@ -124,6 +128,17 @@ class StreamedBlocks(Keeper):
             self._loaded.clear()
             self._owner.clear()
             self._buffers.close()
+
+    def _is_filed(self, unit: Unit) -> bool:
+        return all(isinstance(self._source.home(m), FiledTensor) for m in unit.members)
+
+    def _leave_filed(self, unit: Unit, member: Member) -> None:
+        """Let every later use of a parameter say where its values are."""
+        parameter: Any = member.parameter
+        stub = self._buffers.places[unit.device].nan
+        parameter.data = stub.view(member.dtype)[0].expand(member.shape)
+        self.watch.add([parameter])
+        parameter._offload_keeper = self  # which announces the uses
 
     # Uses.
 
@@ -179,6 +194,11 @@ class StreamedBlocks(Keeper):
 
         What records a graph within a backward is a block that is run again, without its hooks.
         """
+        if self.is_ended:
+            raise OffloadError(
+                "the values of this parameter are in the directory of an optimizer that is closed: "
+                "make the optimizer anew and call restore(), or use offload.load_parameters()"
+            )
         found = [self._of[id(parameter)]] if parameter is not None else list(self._of.values())
         is_recorded = torch.is_grad_enabled()
         is_again = is_recorded and torch._C._current_graph_task_id() != -1
@@ -298,6 +318,11 @@ class StreamedBlocks(Keeper):
         found = self._of.get(id(parameter))
         return None if found is None else self._source.home(found[1])
 
+    def stays_filed(self, parameter: torch.Tensor) -> bool:
+        """Return whether a restore leaves a parameter in the model file of the slot."""
+        found = self._of.get(id(parameter))
+        return found is not None and self._source.stays_filed(found[1])
+
     def unregister(self) -> None:
         """Make every parameter its own memory again."""
         super().unregister()
@@ -359,6 +384,12 @@ class StreamedBlocks(Keeper):
                 for member in changed:
                     member.version += 1
             self._begin_reading(self._order.guess())
+
+    def abandon(self) -> None:
+        """Wait for what is read ahead, and forget it, because a step is about to write the file."""
+        with self.lock, neutral():
+            for unit in self.units:
+                self._buffers.abandon(unit)
 
     def drop_all(self) -> None:
         """Drop all units, also those that the program has aliases of, after bringing edits home."""

@@ -5,6 +5,7 @@ Importing this module does not import torch, so that looking at a checkpoint is 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import warnings
@@ -180,7 +181,7 @@ class Checkpoint:
 
     @property
     def optimizer(self) -> str:
-        """Qualified name of the torch optimizer class."""
+        """Qualified name of the torch optimizer class; empty for weights alone."""
         return self.manifest.optimizer
 
     @property
@@ -195,7 +196,12 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable elements; those of owners that are not seen here are left out."""
+        """Number of trainable elements; those of owners that are not seen here are left out.
+
+        Of weights alone, which no optimizer has seen, every element counts.
+        """
+        if self.manifest.is_untrained:
+            return sum(math.prod(tensor.shape) for tensor in self.manifest.layout.model)
         return sum(layout.num_elements for layout in self._layouts())
 
     @property

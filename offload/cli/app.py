@@ -151,7 +151,7 @@ def _of_this_machine(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
-        for value in arguments.values():
+        for value in (value for name, value in arguments.items() if name != "link"):
             for one in value if isinstance(value, list) else [value]:
                 if isinstance(one, str) and is_remote(one):
                     name = next(n for n, known in _COMMANDS.items() if known is command)

@@ -101,7 +101,8 @@ def import_(
         str,
         typer.Argument(
             help="A file of torch.save, a Hugging Face checkpoint-<N> directory, or one of "
-            "torch.distributed.checkpoint."
+            "torch.distributed.checkpoint; or weights alone: a Hugging Face model's directory, or "
+            "a .safetensors file."
         ),
     ],
     store: Annotated[
@@ -109,7 +110,10 @@ def import_(
         typer.Argument(help="Directory of the new store, or several on different drives."),
     ],
     optimizer: Annotated[
-        str, typer.Option(help="Class in torch.optim that the state belongs to.")
+        str,
+        typer.Option(
+            help="Class in torch.optim that the state belongs to. Any can begin with weights alone."
+        ),
     ] = "AdamW",
     model: Annotated[
         str | None,
@@ -135,6 +139,13 @@ def import_(
             "checkpoints do; may be repeated."
         ),
     ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of weights alone: pattern of names that the model does not have, such as "
+            "'*.inv_freq'; may be repeated."
+        ),
+    ] = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(help="Dtype of live parameters, if not that of the source."),
@@ -156,9 +167,9 @@ def import_(
     allow_remote: AllowRemote = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make a store from another program's checkpoint.
+    """Make a store from another program's checkpoint, or from the weights of a model.
 
-    Training continues from it with restore().
+    Training continues from it with restore(). With weights alone, a new optimizer begins.
     """
     import torch
 
@@ -190,6 +201,7 @@ def import_(
             names=listed,
             frozen=frozen or (),
             tied=dict(_pair(text) for text in tied or ()),
+            skip=skip or (),
             dtype=None if dtype is None else getattr(torch, dtype.value),
             options=Options(
                 master=master.value,
@@ -201,7 +213,8 @@ def import_(
             step=step,
             progress=progress,
         )
-    typer.echo(f"{made.path}: step {made.step}, {made.num_parameters} parameters")
+    state = "" if made.optimizer else " without optimizer state: a new optimizer begins with them"
+    typer.echo(f"{made.path}: step {made.step}, {made.num_parameters} parameters{state}")
 
 
 def _next_call(destination: str, to: Target, *, named: bool) -> str:

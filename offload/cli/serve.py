@@ -22,6 +22,9 @@ def serve(
     token_file: Annotated[
         str | None, typer.Option("--token-file", help="File with a secret that clients must know.")
     ] = None,
+    host_memory: Annotated[
+        str, typer.Option(help="Most memory for state of one run: its ring, and host_memory=.")
+    ] = "2GiB",
 ) -> None:
     """Hold optimizer state for training processes elsewhere, and update it next to the drives.
 
@@ -29,10 +32,15 @@ def serve(
     encrypted: for another machine, use ssh -L, WireGuard or a network of your own. It ends with
     Ctrl-C or SIGTERM, and then closes all stores.
     """
+    from offload.options import parse_bytes
     from offload.serve import listen as listen_on
     from offload.serve import run_server
     from offload.serve.listening import require_directories
 
+    try:
+        memory_bytes = parse_bytes(host_memory, "--host-memory")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     require_directories(directories)
     token = None if token_file is None else _token(token_file)
     listener, address = listen_on(listen)
@@ -46,6 +54,7 @@ def serve(
         directories,
         listener,
         token=token,
+        memory_bytes=memory_bytes,
         ready=lambda: typer.echo(f'serving: directory="{one_line(address)}/RUN"'),
     )
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from offload.cli.options import Json, print_json
-from offload.cli.sizing_lines import lines
+from offload.cli.sizing_lines import lines, link_lines
 
 _TIMES = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _OPTIONS = {
@@ -141,6 +141,10 @@ def size_command(
         Any, _option("Time between checkpoints, as 30min or 4h.", parser=_seconds)
     ] = None,
     mttf: Annotated[Any, _option("Mean time to failure, as 8h.", parser=_seconds)] = None,
+    link: Annotated[
+        str | None,
+        _option("Address of a run on a server: measure the link to it, for a few seconds."),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -153,9 +157,10 @@ def size_command(
 ) -> None:
     """Compute whether a model fits, and what a run needs: disk, seconds, intervals, drive life.
 
-    Nothing is measured and nothing is written. Rates of drives can be measured with
+    Nothing is written, and nothing is measured but a --link. Rates of drives can be measured with
     gds bench DIRECTORY --sweep rw=read,write,mixed --json.
     """
+    from offload.near.rate import measure_link
     from offload.sizing import Cluster, Machine, Precision, Run, measured_drives, size
     from offload.sizing.checks import FieldError
     from offload.sizing.hardware import card as card_of
@@ -186,6 +191,9 @@ def size_command(
     for one in measured:
         rates |= {name: max(rate, rates.get(name, 0)) for name, rate in one.rates.items()}
     doubts = [doubt for one in measured for doubt in one.doubts]
+    link_rates = {} if link is None else measure_link(link)
+    if link_rates:
+        options["network_gbps"] = link_rates["both"]
     values = rates | options | given
 
     def made(part: Any) -> Any:
@@ -209,6 +217,7 @@ def size_command(
             | {name: f"{name} of --drives-from" for name in unset}
         ) from None
     if as_json:
-        print_json(plan.to_json() | {"card": gpu and gpu.name, "doubts": doubts})
+        more = {"card": gpu and gpu.name, "doubts": doubts, "link": link_rates or None}
+        print_json(plan.to_json() | more)
     else:
-        typer.echo("\n".join(lines(plan, gpu and gpu.name, doubts)))
+        typer.echo("\n".join([*lines(plan, gpu and gpu.name, doubts), *link_lines(link_rates)]))

@@ -273,6 +273,16 @@ def _checkpoints(plan: Plan) -> Iterator[str]:
         )
 
 
+def link_lines(rates: Mapping[str, float]) -> Iterator[str]:
+    """Return lines with the measured rates of a link; none if nothing was measured."""
+    if rates:
+        yield ""
+        yield _row("Link to the server", "there", "back", "both at once")
+        yield _row(
+            "GB/s, measured", *(f"{rates[n]:.3g}" for n in ("to_server", "from_server", "both"))
+        )
+
+
 def _warnings(plan: Plan) -> Iterator[str]:
     """Return notes on intervals that a formula gives, and that cannot be kept."""
     durable = {copies.name: copies.durable_s for copies in plan.copies}

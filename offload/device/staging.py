@@ -77,6 +77,10 @@ class FlatTensors:
             raise RuntimeError(f"tensor {index} was requested, but this pass has no such tensor")
         return tensor
 
+    def is_staged(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
+        """Return whether a tensor's values come to host memory chunk by chunk."""
+        return False
+
     def tensor(self, index: int) -> torch.Tensor | None:
         """Return a tensor itself; None if it is missing or has been released."""
         return self._tensors[index]
@@ -222,6 +226,10 @@ class StagedTensors(FlatTensors):
         super().replace(index, tensor)
         if is_on_device(tensor):
             self._given[index] = boundary_of(tensor.device).now()
+
+    def is_staged(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on a device."""
+        return is_on_device(tensor)
 
     def prepare(self, chunk: int, pieces: Sequence[Piece], changes: Callable[[int], bool]) -> None:
         """Begin to fetch the data that a chunk needs, unless the fetch has begun already.

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from offload.ambient import in_neutral
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
+from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.peers import Json
 from offload.distributed.agreement.torch_channel import TorchChannel
 from offload.distributed.gathering.gather import BounceBuffer, Gathering, part_of, share_boxes
@@ -42,6 +44,7 @@ from offload.format.arrays import BLOCK_ELEMENTS
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.manifest import Manifest
+from offload.format.shares.dealing import OwnedBox
 from offload.model.buffer_watch import BufferWatch
 from offload.model.model_writing import ModelCopy
 from offload.model.new_values import Step, Values
@@ -55,6 +58,9 @@ from offload.store.shared import Serving
 from offload.store.state_store import StateSlot, StateStore
 
 T = TypeVar("T")
+
+_WHOLE: Final = 1 << 62
+"""Multiple of elements at which no parameter can be cut."""
 
 
 class RankGroup(Ranks):
@@ -104,6 +110,11 @@ class RankGroup(Ranks):
         """Digests of `_layouts`; the same on all ranks."""
         self._plan: tuple[object, GatherPlan] | None = None
         """Plan of the last step, with what it was made of."""
+
+    @property
+    def agreement(self) -> Agreement:
+        """Agreement of the ranks, for checkpoints that are not of one store."""
+        return self._agreement
 
     def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
         """Decide with all ranks who steps parameters that are new; see `Ownership.know`."""
@@ -250,6 +261,21 @@ class RankGroup(Ranks):
         self._replicas.forget()
         self._model.share(stored, self._groups, self._buffer)
 
+    def bring(self, stored: Sequence[Stored]) -> None:
+        """Bring tensors from the rank that steps each box to all that hold it; buffers from rank 0.
+
+        Collective. For ranks that have no common store.
+        """
+        dealt, everyone = self._ownership.boxes, tuple(range(self.size))
+        names = {one.name for one in dealt}
+        buffers = [
+            OwnedBox(item.spec.name, Cut(item.spec.shape, Box.whole(item.spec.shape)), 0, everyone)
+            for item in stored
+            if item.spec.name not in names
+        ]
+        tensors = [(item.spec.name, item.spec.dtype, item.parameter) for item in stored]
+        share_boxes([*dealt, *buffers], tensors, self._groups, self._buffer)
+
     def share_state(self, tensors: Sequence[tuple[str, str, torch.Tensor]]) -> None:
         """Bring the boxes of tensors from the rank that steps each box to all that hold it."""
         if self.gathers:
@@ -337,8 +363,13 @@ def join_ranks(
     *,
     optimizer: str,
     keep: Retention,
+    whole: bool = False,
+    more: Mapping[str, Json] = MappingProxyType({}),
 ) -> RankGroup:
     """Return the ranks that train a model. Collective.
+
+    Parameters that all ranks hold are dealt as wholes if `whole` is set. There may be more terms
+    that all ranks must share than the arguments.
 
     Raises the errors of `RankGroup`, and ValueError for an option that ranks do not have.
     """
@@ -347,16 +378,22 @@ def join_ranks(
             "DriveTuning(shares=...) is not supported with several ranks: each of them keeps its "
             "share of the state in one of the directories. Leave it out"
         )
+    if options.parameters == "drive":
+        raise ValueError(
+            'parameters="drive" is not supported with several ranks so far: leave it out, so that '
+            "only checkpoints write parameters"
+        )
     group = process_group if isinstance(process_group, dist.ProcessGroup) else None
     named = all_parameters(param_groups, model)
     has_fused = any(one.get("fused") for one in param_groups)
     multiple = BLOCK_ELEMENTS if options.state_dtype == "int8" or has_fused else 1
+    multiple = _WHOLE if whole else multiple
     if options.overlap is not None:
         require_beside_forward(named)
     return RankGroup(
         group,
         named,
-        terms_of(optimizer, param_groups, model, keep, options),
+        {**terms_of(optimizer, param_groups, model, keep, options), **more},
         BufferWatch(model),
         multiple=multiple,
         timeout_s=options.agreement_timeout_s,

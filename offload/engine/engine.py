@@ -30,6 +30,7 @@ from offload.format.layout import Layout
 from offload.format.manifest import encode_group
 from offload.format.train_state import EncodedState, encode
 from offload.format.unreadable import as_unreadable
+from offload.gradients import GradientMover
 from offload.model.homes import written
 from offload.retention.pins import FoundPins
 from offload.store.opening import StoredCheckpoint
@@ -105,6 +106,13 @@ class Engine:
 
             self.state.ranks.together("the constructor", require)
 
+    def move_gradients(self, groups: Groups) -> None:
+        """Begin to move gradients out of their device, if the options say so."""
+        kind, drives = self.state.options.gradients, self.state.drives
+        if kind is not None:
+            pairs = list(zip(drives.backends, drives.directories, strict=True))
+            self.state.mover = GradientMover(kind, pairs, groups)
+
     def lay_out(self, groups: Groups) -> Layout:
         """Return the layout of the present parameters and model tensors; changes nothing."""
         return self.state.table.describe(groups)[0]
@@ -176,6 +184,8 @@ class Engine:
         else:
             self.state.lifecycle.require_usable()
             self.relayout(groups)
+        if self.state.mover is not None:
+            self.state.mover.attach(groups)
         self.strategy.added(groups)
 
     def checkpoint(

@@ -20,7 +20,8 @@ from offload.errors import MismatchError
 from offload.format.arrays import StateFormat
 from offload.format.layout import ParameterSpec
 from offload.format.manifest import Manifest
-from offload.model.loading import check_same, in_checkpoint
+from offload.model.homes import stays_filed
+from offload.model.loading import check_same, in_checkpoint, names_in_checkpoint
 from offload.model.model_file import BlockBuffers, ModelImage, digest_model
 from offload.model.model_reading import LiveBox, ModelReading, StoredModel, read_model
 from offload.model.model_writing import CloneSource, TensorRanges, WholeCopy
@@ -65,8 +66,10 @@ def match_checkpoint(
     The hyper-parameters are those of the checkpoint, as in torch's `load_state_dict`. A parameter
     that has state and is frozen now keeps its state, and is not stepped. A parameter that was
     frozen when the checkpoint was made and is trained now joins with the next step, like an added
-    one.
+    one. So do all parameters if no optimizer has seen the weights; see `match_weights`.
     """
+    if manifest.is_untrained:
+        return [], match_weights(path, manifest, groups, model, rule, state_format, shards)
     match_class(path, manifest, groups, rule)
     restored = [
         {**rule.defaults, **saved, **{k: g[k] for k in ("params", "param_names") if k in g}}
@@ -126,10 +129,53 @@ def match_checkpoint(
     return trainables, stored
 
 
+def match_weights(
+    path: str,
+    manifest: Manifest,
+    groups: Sequence[Mapping[str, Any]],
+    model: torch.nn.Module | None,
+    rule: UpdateRule,
+    state_format: StateFormat,
+    shards: Shards | None = None,
+) -> list[Stored]:
+    """Find the live tensor for every tensor of a checkpoint that no optimizer has seen.
+
+    The file may have a tied tensor under any of its names. Buffers that it lacks stay as they are.
+    """
+    trainables = describe_parameters(
+        groups, model, rule, state_format, constructed=True, shards=shards
+    )
+    held = manifest.layout.model
+    with replacing():
+        live = describe_model(model, groups, trainables, shards)
+        live = in_checkpoint(model, live, held, path, shards)
+    names = names_in_checkpoint(live, held)
+    stored = [item.called(name) for name, item in zip(names, live, strict=True)]
+    present = {tensor.name for tensor in held}
+    stored = [
+        item
+        for item in stored
+        if item.spec.name in present or isinstance(item.parameter, torch.nn.Parameter)
+    ]
+    check_same(
+        {t.name: (t.dtype, t.shape) for t in held},
+        {item.spec.name: (item.spec.dtype, item.spec.shape) for item in stored},
+        path,
+        call="restore()",
+        instead=(
+            "or import weights of this model: --dtype converts them, --skip leaves out tensors, "
+            "and --tied ALIAS=NAME one of two copies"
+        ),
+    )
+    return stored
+
+
 def match_class(
     path: str, manifest: Manifest, groups: Sequence[Mapping[str, Any]], rule: UpdateRule
 ) -> None:
     """Check what of a match does not depend on how the state is divided."""
+    if manifest.is_untrained:
+        return
     if manifest.optimizer != rule.class_name:
         raise MismatchError(
             f"{path} was made with {manifest.optimizer}, this optimizer is {rule.class_name}: "
@@ -147,7 +193,12 @@ def match_class(
 def take_hyperparameters(
     groups: Sequence[dict[str, Any]], manifest: Manifest, rule: UpdateRule, path: str
 ) -> None:
-    """Make the hyper-parameters of a checkpoint those of the groups that it was matched with."""
+    """Make the hyper-parameters of a checkpoint those of the groups that it was matched with.
+
+    The groups keep theirs if no optimizer has seen the checkpoint.
+    """
+    if manifest.is_untrained:
+        return
     rule.rewind(groups)
     for group, saved in zip(groups, rule.without_flags(manifest.groups, path), strict=True):
         group.update(copy.deepcopy(saved))  # a tensor learning rate is changed in place
@@ -205,9 +256,14 @@ def _not_given(
 
 
 def whole_copy(
-    store: StateStore, slot: Slot, captured: Captured, buffers: BlockBuffers
+    store: StateStore,
+    slot: Slot,
+    captured: Captured,
+    buffers: BlockBuffers,
+    *,
+    reads_back: bool = False,
 ) -> WholeCopy:
-    """Return the copy of all tensors that a seal makes into its slot."""
+    """Return the copy of all tensors that a seal makes into its slot; see `WholeCopy`."""
     return WholeCopy(
         slot.layout,
         captured.stored,
@@ -217,6 +273,7 @@ def whole_copy(
         slot.model_leaves,
         captured.marks,
         partial(_clone_source, store, slot),
+        reads_back=reads_back,
     )
 
 
@@ -241,7 +298,9 @@ def load_whole(
 ) -> int:
     """Load all tensors of a checkpoint's model file in place; return the number of bytes read."""
     content = model_file(checkpoint.manifest)
-    wanted = [LiveBox.whole(item.spec.name, item.tensor) for item in stored]
+    # What stays in the file is read, and compared with its digests, when it is used.
+    boxes = [(item.spec.name, item.tensor) for item in stored if not stays_filed(item.parameter)]
+    wanted = [LiveBox.whole(name, tensor) for name, tensor in boxes]
     file = StoredModel(slot.model, content, slot.model_leaves)
     reading = ModelReading([file], wanted, batch_bytes=buffers.block_bytes)
     reading.read(buffers, slot.context)
@@ -274,5 +333,6 @@ def has_same_model(
     if slot is None:
         return False
     tensors = {item.spec.name: item.tensor for item in stored}
-    image = ModelImage(manifest.layout.model_header, tensors, traffic=buffers.traffic)
-    return tuple(digest_model(image, buffers, slot.context)) == manifest.model_digests
+    header, digests = manifest.layout.model_header, manifest.model_digests
+    image = ModelImage(header, tensors, traffic=buffers.traffic, file=slot.model)
+    return tuple(digest_model(image, buffers, slot.context, digests)) == digests

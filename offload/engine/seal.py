@@ -199,6 +199,7 @@ class Seal(SealInFlight):
         slot = self.slot
         self._store.expire()
         self._flush.start(slot)
+        self._flush.wait_parameters()
         digests, self._model_bytes = model.write(self._publish)
         place = self.handle.place_of_caller()
         self._flush.wait()

@@ -120,6 +120,10 @@ class SealHandle:
         frame = None if self._is_awaited else sys._current_frames().get(self._caller)
         return None if frame is None else (id(frame), frame.f_lasti)
 
+    def succeed(self, checkpoint: Checkpoint) -> None:
+        """Make `result` return the checkpoint, which is durable."""
+        self._future.set_result(checkpoint)
+
     def fail(self, error: SealError) -> None:
         """Make `result` raise an error, because the checkpoint will never be sealed."""
         self._future.set_exception(error)

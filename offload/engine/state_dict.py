@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from offload.engine.reference import Position, find_referenced, read_reference, 
 from offload.engine.resume import resume
 from offload.engine.stepping import new_pass, run_pass
 from offload.engine.training_state import Groups, TrainingState
-from offload.errors import DamagedError, MismatchError
+from offload.errors import DamagedError
 from offload.exchange.torch_dicts import (
     MASTERS,
     HeldParameter,
@@ -32,7 +32,7 @@ from offload.model.shards import Shard
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateStore, try_to_quarantine
 from offload.stream.passes import RingPass
-from offload.update.coding.decoder import StateDecoder, kept_arrays
+from offload.update.coding.decoder import DecodedBlock, StateDecoder, kept_arrays
 from offload.update.coding.filler import ParameterState, StateFiller
 from offload.update.dtypes import DTYPE_CODES
 from offload.update.kept_state import Scalars
@@ -111,7 +111,13 @@ def materialize(engine: Holder, groups: Groups) -> MaterializedState:
     held = _held_by_ranks(state, groups) if state.ranks.size > 1 else _held_alone(state)
     initial = [state.rule.initial_state(group) for group in groups]
     materialized = MaterializedState(held, initial)
-    state.ranks.together(_HOLDING, partial(_read, state, materialized))
+
+    def read() -> None:
+        """Read what this rank steps into memory."""
+        for index, start, values in read_blocks(state):
+            materialized.copy(state.table.trainables[index], start, values)
+
+    state.ranks.together(_HOLDING, read)
     state.ranks.share_state(materialized.shared())
     return materialized
 
@@ -158,8 +164,8 @@ def _from_text(value: str | int) -> float | int:
     return float.fromhex(value) if isinstance(value, str) else value
 
 
-def _read(state: TrainingState, materialized: MaterializedState) -> None:
-    """Read what this rank steps into memory."""
+def read_blocks(state: TrainingState) -> Iterator[DecodedBlock]:
+    """Yield all state that this rank steps, block by block."""
     table = state.table
     streamer, chunks = state.ring(), range(state.layout.num_chunks)
     live = flat_tensors(memories(table.trainables), writable=False, traffic=state.meter.traffic)
@@ -168,8 +174,7 @@ def _read(state: TrainingState, materialized: MaterializedState) -> None:
     reading.announce(chunks)
     for chunk in chunks:
         with reading.taken(chunk) as frame, frame.copied_to_host(changes=False) as arrays:
-            for index, start, values in decoder.blocks(chunk, arrays):
-                materialized.copy(table.trainables[index], start, values)
+            yield from decoder.blocks(chunk, arrays)
         state.ranks.progress()
     streamer.begin(state.slots.present, state.chunks())
 
@@ -237,12 +242,6 @@ def load_tensors(engine: Holder, groups: Groups, state_dict: Mapping[str, Any]) 
 
 def _check(state: TrainingState, groups: Groups, state_dict: Mapping[str, Any]) -> _Loaded:
     """Check a state dict of torch; changes nothing, and makes no collective call."""
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise MismatchError(
-            f"load_state_dict() got a dict with the keys {sorted(map(str, state_dict))}, "
-            "expected a state dict of an optimizer: of this class, or of torch with 'state' "
-            "and 'param_groups'"
-        )
     said = stated_steps(state_dict)
     state.lifecycle.require_usable()
     shards: dict[torch.Tensor, Shard | None] | None = None

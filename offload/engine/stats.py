@@ -27,11 +27,12 @@ class Stats:
     """Number of trainable elements."""
 
     bytes_read: int
-    """Bytes read from storage: state, parameters at a restore, and data left in a slot by an
-    earlier process, which a seal compares with the model."""
+    """Bytes read from storage: state, parameters at a restore, and data in a slot that a seal
+    compares with the model: what an earlier process has left, or chunks have in common."""
 
     bytes_written: int
-    """Bytes written to storage: state, and parameters at seals."""
+    """Bytes written to storage: state, and parameters at seals, or, with
+    ``Options(parameters="drive")``, in steps."""
 
     read_s: float
     """Seconds during which at least one read was in progress."""

@@ -13,11 +13,13 @@ from typing import Any, TypeAlias
 import torch
 
 from offload.checkpoint.recut.source import RecutSource
+from offload.device.filed import FiledTensor
 from offload.engine.seal_handle import SealHandle
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError
 from offload.format.layout import Layout
-from offload.model.homes import home_of
+from offload.gradients import values_for_step
+from offload.model.homes import home_of, stays_filed
 from offload.model.new_values import Step, Values
 from offload.model.parameters import memories
 from offload.model.watch import announce_uses
@@ -256,7 +258,7 @@ def _updater(
         layout=layout,
         groups=groups,
         parameters=memories(table.trainables),
-        gradients=gradients,
+        gradients=[values_for_step(gradient) for gradient in gradients],
         scalars=table.scalars,
         step=state.num_steps + 1,
         seed=state.options.rounding_seed,
@@ -264,7 +266,19 @@ def _updater(
     )
     if state.compute is None:
         kernel = state.kernel.kernel
-        host = HostUpdater(state.rule, state.pool, inputs, kernel=kernel, traffic=traffic)
+        host = HostUpdater(
+            state.rule,
+            state.pool,
+            inputs,
+            kernel=kernel,
+            traffic=traffic,
+            copies_all=state.options.parameters == "drive",
+            unwritten={
+                number
+                for number, one in enumerate(table.trainables)
+                if stays_filed(one.parameter) and not isinstance(one.memory, FiledTensor)
+            },
+        )
         state.update_code = host.code(state.kernel.code)
         return host
     updater = DeviceUpdater(state.rule, state.pool, inputs, compute=state.compute)

@@ -30,6 +30,7 @@ from offload.engine.working_slot import StateSlots
 from offload.errors import InDoubtError, OffloadError, RanksError, SealError, reason_of
 from offload.format.layout import Layout
 from offload.format.train_state import EncodedState
+from offload.gradients import GradientMover
 from offload.model.model_file import BlockBuffers
 from offload.model.parameters import Trainable, all_parameters
 from offload.model.stored import Stored
@@ -148,6 +149,8 @@ class TrainingState:
         """All chunks in the order of the last steps; not used if the layout has other chunks."""
         self.is_backwards = False
         """Whether steps take the last chunk first until an order has been learned."""
+        self.mover: GradientMover | None = None
+        """Moves gradients out of their device; None if they stay."""
         self.update_lock: AbstractContextManager[object] | None = None
         """Lock that is held while torch's own step runs on a chunk; None if no lock is needed."""
 
@@ -253,7 +256,8 @@ class TrainingState:
             ring = self.ring()
             model = self.ranks.model_copy(slot, captured.stored, captured.marks)
             if model is None:
-                model = whole_copy(self.store, cast(Slot, slot), captured, self.block_buffers())
+                own, buffers, reads_back = cast(Slot, slot), self.block_buffers(), ring.writes_model
+                model = whole_copy(self.store, own, captured, buffers, reads_back=reads_back)
             flush = ring.flush()
         try:
             seal = Seal(self.store, slot, captured, model, flush, self.meter)
@@ -329,7 +333,11 @@ class TrainingState:
         """
         is_new = self.lay_out_step(groups)
         try:
-            return self.table.gradients(groups), is_new
+            gradients = self.table.gradients(groups)
+            if self.mover is not None:
+                self.mover.attach(groups)  # parameters that require gradients only from now on
+                self.mover.settle()
+            return gradients, is_new
         except Exception as error:
             self.refuse_step(error)
             raise
@@ -438,6 +446,8 @@ class TrainingState:
                 if self.meter.trace is not None:
                     releases.callback(self.meter.trace.write)
                 releases.callback(self.drives.close)
+                if self.mover is not None:
+                    releases.callback(self.mover.close)  # before the drives
                 releases.callback(self.store.close)
                 releases.callback(self.ranks.close)
                 releases.callback(self.pool.close)

@@ -56,6 +56,8 @@ class CheckpointStream:
     ) -> None:
         self.checkpoint = checkpoint
         self.manifest = checkpoint.manifest
+        self.has_optimizer: bool = self.manifest.has_state and not self.manifest.is_untrained
+        """Whether there is state of an optimizer to export."""
         self.layout: Layout = state.layout
         """Layout of whole parameters."""
         self.stored_scalars: Sequence[Scalars | None] = state.scalars
@@ -85,7 +87,7 @@ class CheckpointStream:
     def exported_arrays(self, index: int) -> tuple[str, ...]:
         """Return the names of the FP32 arrays in a parameter's `blocks`: the master, then state."""
         spec = self.layout.parameters[index]
-        if not self.manifest.has_state:
+        if not self.has_optimizer:
             return ()
         names: tuple[str, ...] = (MASTER,) if has_master(spec) else ()
         if self.stored_scalars[index] is not None:

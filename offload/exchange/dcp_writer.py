@@ -55,7 +55,7 @@ def write_dcp(
         "model": {**model, **{a: model[t.name] for t in layout.model for a in t.aliases}},
         "step": stream.manifest.step,
     }
-    if stream.manifest.has_state:
+    if stream.has_optimizer:
         value["optim"] = state_dict(
             stream,
             lambda i, name: stand_in(_Source(i, name, specs[i].shape, torch.float32)),

@@ -159,7 +159,7 @@ def _export_pt(backend: Backend, stream: CheckpointStream, path: str) -> None:
     aliases = {alias: model[t.name] for t in stream.layout.model for alias in t.aliases}
     placeholders: dict[_Key, Placeholder] = {}
     value: dict[str, Any] = {"model": {**model, **aliases}}
-    if stream.manifest.has_state:
+    if stream.has_optimizer:
         optimizer = _state_dict(stream, _placeholder_maker(stream, placeholders), by_name=False)
         value["optimizer"] = {**optimizer, MASTERS: _masters(stream, placeholders)}
     value["step"] = stream.manifest.step
@@ -172,7 +172,7 @@ def _export_pt(backend: Backend, stream: CheckpointStream, path: str) -> None:
 def _export_hf(backend: Backend, stream: CheckpointStream, path: str) -> None:
     files: list[File] = []
     places: dict[_Key, tuple[File, int]] = {}
-    if stream.manifest.has_state:
+    if stream.has_optimizer:
         placeholders: dict[_Key, Placeholder] = {}
         optimizer = _state_dict(stream, _placeholder_maker(stream, placeholders), by_name=False)
         file, offsets = write_structure(backend, f"{path}/{OPTIMIZER_PT}", optimizer)
@@ -374,7 +374,7 @@ def _write_model(stream: CheckpointStream, places: Mapping[str, tuple[File, int]
 
 
 def _write_state(stream: CheckpointStream, places: Mapping[_Key, tuple[File, int]]) -> None:
-    if not stream.manifest.has_state:
+    if not stream.has_optimizer:
         return
     for index, start, values in stream.blocks():
         for name, block in values.items():

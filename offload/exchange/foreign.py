@@ -12,6 +12,7 @@ from offload.errors import CheckpointError, MismatchError
 from offload.exchange.stored_tensor import StoredTensor, read_json, require_file
 from offload.exchange.torch_dicts import MASTERS, NUM_STEPS
 from offload.exchange.torch_files import read_structure
+from offload.exchange.weights import find_tied
 from offload.format.header import MAX_HEADER_BYTES, TensorFileError, read_header
 from offload.format.strict_json import is_text, short
 from offload.units import seen_from
@@ -33,7 +34,8 @@ class ForeignCheckpoint:
     """Every tensor of the model's state dict, by name. Tied tensors are listed once."""
 
     optimizer: Mapping[str, Any]
-    """torch's state dict of the optimizer, keyed by numbers or names of parameters."""
+    """torch's state dict of the optimizer, keyed by numbers or names of parameters; empty if the
+    source has weights alone."""
 
     masters: Mapping[Any, TensorSource] = field(default_factory=dict)
     """FP32 values of parameters, keyed like the state in `optimizer`."""
@@ -62,15 +64,15 @@ def open_foreign(path: str, model: str | None = None) -> ForeignCheckpoint:
             return _from_structure(path, read_dcp(path), model)
         if os.path.exists(f"{path}/optimizer.pt"):
             return _open_hf(path, model)
-        raise CheckpointError(
-            f"{path}: holds neither an optimizer.pt nor the .metadata of a distributed checkpoint"
-        )
+        return _open_weights(path, _weights_in(path), model)
     if not os.path.exists(path):
         raise CheckpointError(f"{path}: no such file or directory")
+    if path.endswith((".safetensors", ".safetensors.index.json")):
+        return _open_weights(path, path, model)
     _require_torch_file(
         path,
-        "a file of torch.save, a directory of Hugging Face's Trainer (checkpoint-<N>), or one of "
-        "torch.distributed.checkpoint",
+        "a file of torch.save, a .safetensors file, a directory of a Hugging Face model or of its "
+        "Trainer (checkpoint-<N>), or one of torch.distributed.checkpoint",
     )
     return _from_structure(path, read_structure(path), model)
 
@@ -163,6 +165,40 @@ def _open_hf(path: str, model: str | None) -> ForeignCheckpoint:
     return out
 
 
+def _weights_in(path: str) -> str:
+    """Return the file with the weights of a directory in which nothing else is to be imported."""
+    names = sorted(os.listdir(path))
+    if not {*_MODEL_FILES} & {*names}:
+        raise CheckpointError(
+            f"{path}: holds neither an optimizer.pt, nor the .metadata of a distributed "
+            f"checkpoint, nor weights ({', '.join(_MODEL_FILES)})"
+        )
+    found = _model_file(path)
+    if state := [name for name in names if name.startswith(("optimizer", "global_step"))]:
+        raise CheckpointError(
+            f"{path}: has optimizer state in {state[0]}, which is not read: to import the weights "
+            f"alone, name {found}"
+        )
+    return found
+
+
+def _open_weights(path: str, file: str, model: str | None) -> ForeignCheckpoint:
+    """Open weights that no optimizer's state belongs to."""
+    if model is not None:
+        raise CheckpointError(
+            f"{path}: weights without an optimizer's state, so there is no other file for the "
+            "model: leave out --model (model= in Python)"
+        )
+    foreign = _with_model(ForeignCheckpoint(path, {}, {}), file)
+    if not foreign.model:
+        raise CheckpointError(f"{path}: has no tensors")
+    if tied := find_tied(os.path.dirname(file), foreign.model):
+        alias, name = tied
+        foreign.model = {n: tensor for n, tensor in foreign.model.items() if n != alias}
+        foreign.aliases = {**foreign.aliases, alias: name}
+    return foreign
+
+
 def _require_torch_file(path: str, accepted: str) -> None:
     """Refuse a file that `torch.save` cannot have written, judged by its first bytes."""
     require_file(path)
@@ -188,20 +224,19 @@ def _looks_like(start: bytes) -> str:
     return ""
 
 
+_MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+
+
 def _model_file(path: str) -> str:
-    names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-    for name in names:
+    for name in _MODEL_FILES:
         if os.path.exists(f"{path}/{name}"):
             return f"{path}/{name}"
-    raise CheckpointError(f"{path}: has none of {', '.join(names)}")
+    raise CheckpointError(f"{path}: has none of {', '.join(_MODEL_FILES)}")
 
 
 def _with_model(foreign: ForeignCheckpoint, path: str) -> ForeignCheckpoint:
     if path.endswith(".index.json"):
-        tensors: dict[str, StoredTensor] = {}
-        for shard in _shards(path):
-            tensors.update(open_safetensors(f"{os.path.dirname(path)}/{shard}")[0])
-        foreign.model = tensors
+        foreign.model, foreign.aliases = _open_sharded(path)
     elif path.endswith(".safetensors"):
         foreign.model, foreign.aliases = open_safetensors(path)
     else:
@@ -217,17 +252,30 @@ def _with_model(foreign: ForeignCheckpoint, path: str) -> ForeignCheckpoint:
     return foreign
 
 
-def _shards(path: str) -> list[str]:
-    """Return the file names in an index of several safetensors files, each name once."""
+def _open_sharded(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Open the tensors and aliases of several safetensors files, given their index."""
     found = read_json(path)
     named = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(named, dict) or not all(isinstance(n, str) for n in named.values()):
         raise CheckpointError(f"{path}: has no 'weight_map' from names of tensors to files")
-    shards = sorted(set(named.values()))
-    for shard in shards:
+    tensors: dict[str, StoredTensor] = {}
+    aliases: dict[str, str] = {}
+    for shard in sorted({*named.values()}):
         if os.path.basename(shard) != shard or shard in ("", ".", ".."):
             raise CheckpointError(f"{path}: names a file outside its directory: {shard!r:.80}")
-    return shards
+        file = os.path.join(os.path.dirname(path), shard)
+        held, tied = open_safetensors(file)
+        for name in held:
+            if named.get(name) != shard:
+                where = f"in {named[name]}" if name in named else "in none"
+                raise CheckpointError(
+                    f"{file}: has {name!r:.80}, which is {where} of the files by {path}"
+                )
+        tensors.update(held)
+        aliases.update(tied)
+    if missing := [name for name in named if name not in tensors and name not in aliases]:
+        raise CheckpointError(f"{path}: {named[missing[0]]} lacks {missing[0]!r:.80}")
+    return tensors, aliases
 
 
 def _with_tensors(foreign: ForeignCheckpoint, found: Mapping[str, Any]) -> ForeignCheckpoint:

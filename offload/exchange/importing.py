@@ -26,6 +26,7 @@ from offload.exchange.foreign_parameters import (
     step_count,
     with_ties,
 )
+from offload.exchange.weights import chosen_weights
 from offload.format.arrays import MASTER_LOW
 from offload.format.chunk_plan import Piece
 from offload.format.header import Header
@@ -60,6 +61,7 @@ def import_checkpoint(
     names: Sequence[str] | None = None,
     frozen: Collection[str] = (),
     tied: Mapping[str, str] | None = None,
+    skip: Sequence[str] = (),
     dtype: torch.dtype | None = None,
     options: Options = Options(),  # noqa: B008  (frozen)
     keep: int | Retention = 2,
@@ -76,7 +78,10 @@ def import_checkpoint(
     - a file of `torch.save` with the state dicts of a model and an optimizer, or of an optimizer
       alone;
     - a directory of the Hugging Face Trainer, with ``optimizer.pt`` and ``model.safetensors``;
-    - a directory of `torch.distributed.checkpoint`.
+    - a directory of `torch.distributed.checkpoint`;
+    - weights alone: a directory of a Hugging Face model, a ``.safetensors`` file, or the
+      ``.index.json`` of several. Any optimizer can begin with them: the one that restores gives the
+      class, the groups and the hyper-parameters, and its state begins as that of a new one.
 
     The import takes the memory of a ring of chunks and a constant, whatever the size of the state.
     A pickle is loaded as far as torch trusts one (``weights_only=True``): none of its code is run.
@@ -84,7 +89,7 @@ def import_checkpoint(
     Args:
         source: Path of the file or directory to import.
         directory: Directory of the store, or its directories on several drives.
-        optimizer_class: Optimizer class that the state belongs to.
+        optimizer_class: Optimizer class that the state belongs to; not used for weights alone.
         model: Path of a file with the model, of safetensors or `torch.save`; None if the source
             holds the model.
         names: Names of all parameters, in the order of the optimizer's groups, if the source does
@@ -93,15 +98,19 @@ def import_checkpoint(
         tied: Other names of tied tensors, each with the name in the model's
             ``named_parameters()``. Needed if the source stores tied tensors twice, as distributed
             checkpoints do.
+        skip: Patterns of names, as in a shell, of tensors that are not imported because the model
+            does not have them; for weights alone.
         dtype: Dtype of the optimizer's live parameters; None for the source's. The values of FP32
-            parameters that become 16-bit are kept as masters.
+            parameters that become 16-bit are kept as masters. Of weights alone, all floating-point
+            tensors get this dtype, and are rounded.
         options: Options of the optimizer that will continue from the checkpoint.
         keep: Number of checkpoints to keep, or a policy, as for the optimizer that will continue.
         fresh: Whether the store may have checkpoints already. They are replaced once the new one is
             durable.
         step: Number of optimizer steps that the state has seen; None to read it from the source.
         train_state: Value that `restore` returns as the train state.
-        progress: Function that is called with the bytes of state written so far and in total.
+        progress: Function that is called with the bytes of state written so far and in total; of
+            weights alone, with the bytes of these.
 
     Returns:
         The sealed, durable checkpoint.
@@ -120,7 +129,20 @@ def import_checkpoint(
     rule = UpdateRule(optimizer_class, {})
     if tied:
         foreign = with_ties(foreign, tied)
-    groups, found, order = match_parameters(foreign, rule, names, frozen, dtype, options)
+    groups: list[dict[str, Any]] = []
+    found: list[ForeignParameter] = []
+    order: list[list[str]] = []
+    if foreign.optimizer:
+        if skip:
+            raise ValueError(f"skip={list(skip)!r:.80} is for weights without optimizer state")
+        groups, found, order = match_parameters(foreign, rule, names, frozen, dtype, options)
+    else:
+        if names is not None or frozen:
+            raise ValueError(
+                f"{foreign.path}: weights without optimizer state, which names= and frozen= "
+                "(--names, --frozen) describe: leave them out"
+            )
+        foreign.model = chosen_weights(foreign.path, foreign.model, skip, dtype)
     steps = step_count(step, foreign, found)
     by_name = {p.spec.name: p for p in found}
     specs = element_space_order([p.spec for p in found])
@@ -162,12 +184,15 @@ def import_checkpoint(
                 encode(train_state),
                 step=steps,
                 torch_version=torch.__version__,
-                optimizer=rule.class_name,
+                optimizer=rule.class_name if groups else "",
                 groups=groups,
-                scalars=_fill(drives, slot, parameters, steps, options, progress),
+                scalars=_fill(drives, slot, parameters, steps, options, progress)
+                if parameters
+                else [],
                 order=[[positions[name] for name in group] for group in order],
             )
-            model_digests = _write_model(drives, slot, foreign, parameters)
+            told = None if parameters else progress  # the larger part of the bytes
+            model_digests = _write_model(drives, slot, foreign, parameters, told)
             store.sealing.begin(composition.manifest)
             stored = store.sealing.seal(slot, composition, model_digests)
         except BaseException:
@@ -275,14 +300,23 @@ def _fill(
 
 
 def _write_model(
-    drives: Drives, slot: Slot, foreign: ForeignCheckpoint, parameters: Sequence[ForeignParameter]
+    drives: Drives,
+    slot: Slot,
+    foreign: ForeignCheckpoint,
+    parameters: Sequence[ForeignParameter],
+    progress: Callable[[int, int], object] | None,
 ) -> tuple[str, ...]:
+    """Write the model file of a slot, and return the digests of its blocks."""
     header = slot.layout.model_header
     image = _SourceImage(header, foreign, parameters)
     buffers = BlockBuffers(drives.backends[0], image.data_bytes)
-    written = write_model(
-        image, slot.model, buffers, slot.context, slot.model_leaves, lambda _: None
-    )
+
+    def copied(num_bytes: int) -> None:
+        """Report progress in bytes of the model."""
+        if progress is not None:
+            progress(num_bytes, image.data_bytes)
+
+    written = write_model(image, slot.model, buffers, slot.context, slot.model_leaves, copied)
     return tuple(written.digests)
 
 
@@ -298,6 +332,10 @@ class _SourceImage(ModelImage):
         self._numbers = {p.spec.name: i for i, p in enumerate(parameters)}
         self.data_start = header.data_start
         self.data_bytes = header.file_bytes - header.data_start
+
+    def is_filed(self, start: int, stop: int) -> bool:  # noqa: ARG002
+        """Return False: all values come from the source."""
+        return False
 
     def gather(
         self,

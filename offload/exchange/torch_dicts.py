@@ -211,6 +211,12 @@ def read_state_dict(
         MismatchError: Names, shapes, dtypes or the kind of state differ. The message names the
             parameter.
     """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise MismatchError(
+            f"load_state_dict() got a dict with the keys {sorted(map(str, state_dict))}, "
+            "expected a state dict of an optimizer: of this class, or of torch with 'state' "
+            "and 'param_groups'"
+        )
     saved = rule.without_flags(state_dict["param_groups"], "load_state_dict()")
     check_groups(groups, saved)
     merged, states = [], {}

@@ -47,6 +47,14 @@ def encode_scalars(scalars: Iterable[tuple[ScalarValue, ...] | None]) -> list[An
     return [None if s is None else [[n, k, _written(k, v)] for n, k, v in s] for s in scalars]
 
 
+def decode_scalars(value: object, expected: int) -> Scalars:
+    """Invert `encode_scalars`, for a number of parameters; raise ValueError for anything else."""
+    found = tuple(None if s is None else fields.each(fields.scalar, s) for s in fields.items(value))
+    if len(found) != expected:
+        raise ValueError(f"{len(found)} scalar states for {expected} parameters")
+    return found
+
+
 def _written(kind: str, value: float | int) -> str:
     return repr(int(value) if kind == "int" else float(value))
 
@@ -79,11 +87,7 @@ def decode_state(
     layout = _decode_layout(body, model, shares)
     if any(p.group >= num_groups for p in layout.parameters):
         raise ValueError("a parameter belongs to a group that does not exist")
-    scalars = tuple(
-        None if s is None else fields.each(fields.scalar, s) for s in fields.items(body["scalars"])
-    )
-    if len(scalars) != len(layout.parameters):
-        raise ValueError(f"{len(scalars)} scalar states for {len(layout.parameters)} parameters")
+    scalars = decode_scalars(body["scalars"], len(layout.parameters))
     digests = {
         name: tuple(None if d is None else fields.digest(d) for d in fields.items(values))
         for name, values in fields.mapping(body["digests"]).items()

@@ -240,7 +240,8 @@ class KnownLeaves:
         """Whether unknown blocks may be read back and trusted. They may not if the file has no
         content yet, or if a write or a sync has failed: then a cache may hold what the drive does
         not."""
-        self._blocks: dict[int, bytes] = {}
+        self._blocks: dict[int, list[bytes | None]] = {}
+        """Digest of each leaf of a block; None for a leaf that is not known."""
         self._name = uuid.uuid4().hex
 
     @property
@@ -249,12 +250,31 @@ class KnownLeaves:
         return Content(self._name, self.readable)
 
     def of(self, block: int) -> bytes | None:
-        """Return the digests of a block's leaves, 8 bytes each; None if they are not known."""
-        return self._blocks.get(block)
+        """Return the digests of a block that was noted as a whole, 8 bytes each; None otherwise."""
+        leaves = self._blocks.get(block, [None])
+        return None if None in leaves else b"".join(filter(None, leaves))
+
+    def leaves(self, block: int, num: int) -> list[bytes | None]:
+        """Return the digest of each of the first `num` leaves of a block; None if not known."""
+        leaves = self._blocks.get(block, [])
+        return [*leaves[:num], *[None] * (num - len(leaves))]
 
     def note(self, block: int, leaves: bytes) -> None:
         """Record the content of a block: the digests of its leaves in order, 8 bytes each."""
-        self._blocks[block] = leaves
+        self._blocks[block] = [leaves[at : at + 8] for at in range(0, len(leaves), 8)]
+
+    def note_leaves(self, first: int, digests: Sequence[bytes | None]) -> None:
+        """Record the content of neighbouring leaves of a file whose blocks lie end to end.
+
+        Args:
+            first: Number of the first leaf, counted from the start of the file's data.
+            digests: Digest of each leaf; None for one whose content is not known any more.
+        """
+        for number, digest in enumerate(digests, first):
+            block, leaf = divmod(number, MODEL_BLOCK_BYTES // LEAF_BYTES)
+            leaves = self._blocks.setdefault(block, [])
+            leaves += [None] * (leaf + 1 - len(leaves))
+            leaves[leaf] = digest
 
     def forget(self, *, readable: bool) -> None:
         """Forget the digests of all blocks.

@@ -85,10 +85,11 @@ class Manifest:
     torch_version: str
 
     optimizer: str
-    """Qualified name of the wrapped optimizer class."""
+    """Qualified name of the wrapped optimizer class; empty if no optimizer has seen the weights."""
 
     groups: tuple[Mapping[str, Any], ...]
-    """Hyper-parameters of each parameter group, by name."""
+    """Hyper-parameters of each parameter group, by name; none in weights that were imported alone.
+    Every optimizer has a group."""
 
     layout: Layout
 
@@ -128,6 +129,11 @@ class Manifest:
     def has_state(self) -> bool:
         """Whether the checkpoint has the optimizer's state, so that a run can go on from it."""
         return not self.dropped_arrays
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether no optimizer has seen the weights, so that any may begin with them."""
+        return not self.groups
 
     @property
     def can_drop_state(self) -> bool:

@@ -27,6 +27,9 @@ TIERS_NAME: Final = "tiers"
 """Name of the directory with records of uploads that have not ended. It may be removed at any time:
 an upload that was interrupted then begins anew."""
 
+_SPILL: Final = ".gradients-"
+"""Beginning of the name that a file of gradients has for a moment, before it has none."""
+
 # In a checkpoint, and in a slot that may become one.
 MANIFEST_NAME: Final = "manifest.json"
 MODEL_NAME: Final = "model.safetensors"
@@ -84,6 +87,16 @@ def slot_name(number: int) -> str:
 def is_slot_name(name: str) -> bool:
     """Return whether a name is that of a slot."""
     return _SLOT.fullmatch(name) is not None
+
+
+def spill_name(identity: str) -> str:
+    """Return the name of a file of gradients, from a string that no other file has."""
+    return _SPILL + identity
+
+
+def is_spill_name(name: str) -> bool:
+    """Return whether a name is that of a file of gradients."""
+    return name.startswith(_SPILL)
 
 
 def part_name(number: int) -> str:

@@ -30,6 +30,10 @@ class Keeper(ABC):
     def refresh(self) -> None:
         """Fill parameters anew before their next use, because their homes have changed."""
 
+    def stays_filed(self, parameter: torch.Tensor) -> bool:  # noqa: ARG002
+        """Return whether a restore leaves a parameter in the model file of the slot."""
+        return False
+
     def register(self) -> None:
         """Let `home_of` and `written` know of this keeper."""
         _keepers.add(self)
@@ -49,6 +53,11 @@ def home_of(parameter: torch.Tensor) -> torch.Tensor | None:
         if home is not None:
             return home
     return None
+
+
+def stays_filed(parameter: torch.Tensor) -> bool:
+    """Return whether a restore leaves a parameter in the model file of the slot."""
+    return any(keeper.stays_filed(parameter) for keeper in list(_keepers) if _keepers)
 
 
 @contextmanager

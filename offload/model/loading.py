@@ -30,6 +30,7 @@ from offload.model.load_path import (
     owner_of,
 )
 from offload.model.model_reading import LiveBox, read_model
+from offload.model.outside import require_values
 from offload.model.parameters import names_of
 from offload.model.replacing import replacing
 from offload.model.shards import Shards
@@ -74,13 +75,17 @@ def load_parameters(
         UnreadableError: The checkpoint could not be read, which says nothing about its content.
             Part of the content may already be in the model.
     """
+    require_values(
+        model.named_parameters(),
+        instead='give it memory first, with model.to_empty(device="cpu"), or train it on the drive',
+    )
     with open_for_parameters(checkpoint, backend=backend) as opened:
         manifest = opened.manifest
         stored = in_checkpoint(
             model, describe_model(model, [], []), manifest.layout.model, opened.path
         )
         wanted = {t.name: (t.dtype, t.shape) for t in manifest.layout.model}
-        named = _names_in_checkpoint(stored, manifest.layout.model)
+        named = names_in_checkpoint(stored, manifest.layout.model)
         tensors = {
             name: (entry.tensor, (entry.spec.dtype, entry.spec.shape))
             for name, entry in zip(named, stored, strict=True)
@@ -232,7 +237,7 @@ def _untaken(path: str, key: str, why: str) -> MismatchError:
     )
 
 
-def _names_in_checkpoint(live: Sequence[Stored], held: Sequence[ModelTensor]) -> list[str]:
+def names_in_checkpoint(live: Sequence[Stored], held: Sequence[ModelTensor]) -> list[str]:
     """Return each live tensor's name in a checkpoint, or its own name if the checkpoint lacks it.
 
     A checkpoint may hold a tied tensor under another of the tensor's names. It may also hold a

@@ -144,6 +144,7 @@ class ModelImage(TensorImage):
         marks: Points in the streams of the devices; None for the end of the work that is queued so
             far on the calling thread's current streams.
         traffic: Counter of the bytes that cross.
+        file: Model file with the values of tensors that are in no memory; None if there are none.
     """
 
     def __init__(
@@ -152,11 +153,21 @@ class ModelImage(TensorImage):
         tensors: Mapping[str, torch.Tensor],
         marks: Marks | None = None,
         traffic: Traffic | None = None,
+        file: File | None = None,
     ) -> None:
         entries = [entry for entry in header.entries.values() if entry.nbytes]
         names = [entry.name for entry in entries]
         super().__init__([tensors[name] for name in names], marks, traffic, names=names)
         self.data_start = header.data_start
+        self._file = file
+
+    def read_filed(self, start: int, out: torch.Tensor) -> None:
+        """Read bytes of a tensor that has no memory from the file."""
+        if self._file is None:
+            super().read_filed(start, out)
+            return
+        data = self._file.read_bytes(self.data_start + start, len(out))
+        out.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """Yield index, first byte, and one past the last byte of every block of the data."""
@@ -164,10 +175,26 @@ class ModelImage(TensorImage):
             yield index, start, min(start + MODEL_BLOCK_BYTES, self.data_bytes)
 
 
-def digest_model(image: ModelImage, buffers: BlockBuffers, context: DigestContext) -> list[str]:
-    """Return the digests that `write_model` would return, without writing."""
+def digest_model(
+    image: ModelImage,
+    buffers: BlockBuffers,
+    context: DigestContext,
+    filed: Sequence[str] = (),
+) -> list[str]:
+    """Return the digests that `write_model` would return, without writing.
+
+    Args:
+        image: Live tensors.
+        buffers: Memory for copying.
+        context: Store and generation of the digests.
+        filed: Digests of the file's blocks. Those of blocks that are in no memory are taken as they
+            are.
+    """
     digests = []
     for index, start, stop in image.blocks():
+        if filed and image.is_filed(start, stop):
+            digests.append(filed[index])
+            continue
         buffer, data = buffers.get(index, stop - start)
         image.gather(start, stop, data)
         digests.append(context.digest(MODEL_ARRAY, index, buffer.memoryview()))

@@ -9,7 +9,9 @@ known. A leaf of such content is then handled in one of these ways:
   written.
 - Otherwise, if it holds nothing that a step changes, it is read back, compared with the live
   tensors, and written only if it differs.
-- All other leaves are written without a comparison, because they have probably changed.
+- All other leaves are written without a comparison, because they have probably changed. But if
+  steps write trained tensors (``Options(parameters="drive")``), these leaves are read back as well:
+  they are those that several writes of a step have in common, so that no write tells their digest.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ import torch
 from gds import ALIGNMENT, Buffer, File, IOFuture, StorageError
 from gds.contract import CLONE_REACH_BYTES
 from offload.device.boundary import Marks
-from offload.format.digests import LEAF_BYTES, MODEL_ARRAY, DigestContext, KnownLeaves, leaf_digests
+from offload.format.digests import (
+    LEAF_BYTES,
+    MODEL_ARRAY,
+    DigestContext,
+    KnownLeaves,
+    leaf_digest,
+    leaf_digests,
+)
 from offload.format.header import Header
 from offload.format.layout import Layout
 from offload.model.model_file import BlockBuffers, ModelImage, ReadBack, digest_model, has_failed
@@ -118,6 +127,11 @@ def write_model(
     writer = _Writer(image, file, buffers, len(memory), known, changing, source, found)
     try:
         for index, start, stop in blocks:
+            if image.is_filed(start, stop):
+                leaves = _leaves_of_file(image, file, known, index, start, stop)
+                found.digests.append(context.digest_leaves(MODEL_ARRAY, index, leaves))
+                copied(stop)
+                continue
             writer.begin(index, start, stop)
             buffer, data = memory[index % len(memory)].first(stop - start)
             image.gather(start, stop, data, on_one_thread=not writer.has_caught_up)
@@ -128,6 +142,7 @@ def write_model(
         writer.finish_writes()
     finally:
         writer.wait()
+    known.readable = True  # from now on, a leaf that is not known has been written by a step
     return found
 
 
@@ -170,20 +185,20 @@ class _Writer:
         for write in self._writes.get(last, []):
             write.result()
         self._writes.pop(last, None)
-        if self._known.of(index) is None and not self._can_clone(index, start, stop):
-            num_leaves = -(-(stop - start) // LEAF_BYTES)
-            self._start_reading(start, stop, range(num_leaves))
+        known = self._known.leaves(index, -(-(stop - start) // LEAF_BYTES))
+        unknown = [n for n, held in enumerate(known) if held is None]
+        if unknown and not self._can_clone(index, start, stop):
+            self._start_reading(start, stop, unknown)
 
     def finish(self, index: int, start: int, buffer: Buffer, leaves: bytes) -> None:
         """Begin to write leaves that a block of the file lacks; the writes go on after return."""
-        wanted, known = _split(leaves), self._known.of(index)
-        missing = list(range(len(wanted)))
-        if known is not None:
-            missing = [n for n, held in enumerate(_split(known)) if held != wanted[n]]
+        wanted = _split(leaves)
+        known = self._known.leaves(index, len(wanted))
+        missing = [n for n, held in enumerate(known) if held != wanted[n]]
         missing = self._clone(index, start, buffer.nbytes, missing, wanted)
-        if known is None:
+        if unknown := [n for n in missing if known[n] is None]:
             if not self._back.is_under_way:
-                self._start_reading(start, start + buffer.nbytes, missing)
+                self._start_reading(start, start + buffer.nbytes, unknown)
             missing = self._not_held(missing, wanted)
         writes = self._writes[index] = []
         for first, last in _spans(missing, buffer.nbytes):
@@ -209,7 +224,7 @@ class _Writer:
         source = self._source
         return (
             source is not None
-            and source.leaves.of(index) is not None
+            and None not in source.leaves.leaves(index, -(-(stop - start) // LEAF_BYTES))
             and not source.trained.touch(start - CLONE_REACH_BYTES, stop + CLONE_REACH_BYTES)
         )
 
@@ -220,7 +235,7 @@ class _Writer:
         source = self._source
         if not missing or source is None or not self._can_clone(index, start, start + nbytes):
             return missing
-        held = _split(source.leaves.of(index) or b"")
+        held = source.leaves.leaves(index, len(wanted))
         # The last leaf of a file may end inside a block of the file system.
         num_whole = nbytes // LEAF_BYTES if nbytes % ALIGNMENT else len(wanted)
         same = [n for n in missing if held[n] == wanted[n] and n < num_whole]
@@ -260,6 +275,21 @@ class _Writer:
             numbers = range(first // LEAF_BYTES, first // LEAF_BYTES + len(found))
             held |= {n for n, leaf in zip(numbers, found, strict=True) if leaf == wanted[n]}
         return [n for n in missing if n not in held]
+
+
+def _leaves_of_file(
+    image: ModelImage, file: File, known: KnownLeaves, index: int, start: int, stop: int
+) -> bytes:
+    """Return the digests of a block that this process has written; unknown leaves are read."""
+    digests = known.leaves(index, -(-(stop - start) // LEAF_BYTES))
+    for number, held in enumerate(digests):
+        if held is None:
+            first = start + number * LEAF_BYTES
+            data = file.read_bytes(image.data_start + first, min(LEAF_BYTES, stop - first))
+            digests[number] = leaf_digest(memoryview(data))
+    leaves = b"".join(filter(None, digests))
+    known.note(index, leaves)
+    return leaves
 
 
 def _split(leaves: bytes) -> list[bytes]:
@@ -329,6 +359,8 @@ class WholeCopy:
         marks: Positions in the streams of devices; the tensors have their values there.
         source: Function that returns a file that unchanged content may be cloned from. It is given
             the ranges of trained tensors.
+        reads_back: Whether the seal also reads back what a step may have changed, because steps
+            have written nearly all of it to the file.
     """
 
     def __init__(
@@ -341,6 +373,8 @@ class WholeCopy:
         known: KnownLeaves,
         marks: Marks,
         source: Callable[[TensorRanges], CloneSource | None],
+        *,
+        reads_back: bool = False,
     ) -> None:
         header = layout.model_header
         self._entries = header.entries
@@ -353,8 +387,8 @@ class WholeCopy:
         trained = {spec.name for spec in layout.parameters}
         changing = {s.spec.name for s in stored if s.parameter.requires_grad} & trained
         self._trained = TensorRanges(header, trained)
-        self._changing = TensorRanges(header, changing)
-        self._image = ModelImage(header, tensors, marks, buffers.traffic)
+        self._changing = TensorRanges(header, () if reads_back else changing)
+        self._image = ModelImage(header, tensors, marks, buffers.traffic, file)
 
     @property
     def data_bytes(self) -> int:
@@ -385,7 +419,8 @@ class WholeCopy:
 
     def is_same(self, digests: Sequence[str]) -> bool:
         """Compare the digests of all blocks, without writing."""
-        return digest_model(self._image, self._buffers, self._context) == list(digests)
+        found = digest_model(self._image, self._buffers, self._context, digests)
+        return found == list(digests)
 
     def forget(self) -> None:
         """Forget the content of the file. It may exist only in a cache, so it is not read back."""

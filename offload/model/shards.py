@@ -23,6 +23,7 @@ import torch
 
 from offload.errors import UnsupportedParameterError
 from offload.format.boxes import Box, Cut
+from offload.model.homes import home_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -88,7 +89,13 @@ def at_home(parameter: torch.Tensor, home: torch.Tensor) -> Shard:
         parameter: Parameter of the model.
         home: Memory of the parameter's shape; see `offload.model.homes`.
     """
-    return Shard(parameter, None, lambda tensor: home if tensor is parameter else tensor)
+
+    def part_of(tensor: torch.Tensor) -> torch.Tensor:
+        """Return the present home of the parameter, or its gradient."""
+        present = home_of(parameter) if tensor is parameter else tensor
+        return home if present is None else present
+
+    return Shard(parameter, None, part_of)
 
 
 def rows(parameter: torch.Tensor, start: int, stop: int) -> Shard:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from offload.ambient import as_user
 from offload.device.boundary import is_reachable
+from offload.device.filed import FiledTensor
 from offload.errors import UnsupportedParameterError
 from offload.format.layout import ModelTensor
 from offload.model.buffer_watch import digest_of
@@ -64,6 +65,13 @@ class Stored:
     def key(self) -> str:
         """Name of the entry in the state dict."""
         return self.spec.name.removesuffix(ENCODED) if self.is_copy else self.spec.name
+
+    def called(self, name: str) -> Stored:
+        """Return this object for a file that has the tensor under another one of its names."""
+        if name == self.spec.name:
+            return self
+        others = (n for n in (self.spec.name, *self.spec.aliases) if n != name)
+        return replace(self, spec=replace(self.spec, name=name, aliases=tuple(others)))
 
     def captured(self) -> Stored:
         """Return this object with the present memory, or with a copy if it is copied by value.
@@ -268,7 +276,7 @@ def _check_stored(name: str, tensor: torch.Tensor) -> None:
             f"{list(tensor.shape)}, strides {list(tensor.stride())}). Give it memory of its own "
             f"with {name.rpartition('.')[2]}.clone(), or register it as non-persistent"
         )
-    if not has_memory(tensor):
+    if not (has_memory(tensor) or isinstance(tensor, FiledTensor)):
         raise UnsupportedParameterError(
             f"{name!r} in the model's state dict is a {type(tensor).__name__} without memory of "
             "its own, whose bytes cannot be read and written in place. Use a plain tensor, or "

@@ -147,8 +147,10 @@ class ParameterTable:
             known = {tensor.name: place for place, tensor in enumerate(self.layout.model)}
             stored.sort(key=lambda spec: known.get(spec.name, len(known)))
         model = model_order(stored[: len(trainables)], stored[len(trainables) :])
-        chunk_elements = self.layout.chunk_elements if self.layout else self._chunk_elements
-        shares = self.layout.shares if self.layout else self.shares
+        # A layout without state binds nothing, such as that of weights that were imported alone.
+        before = self.layout if self.layout is not None and self.layout.parameters else None
+        chunk_elements = before.chunk_elements if before is not None else self._chunk_elements
+        shares = before.shares if before is not None else self.shares
         specs = [t.spec for t in trainables]
         state_dtype = self.state_format.state_dtype
         return Layout(tuple(specs), model, chunk_elements, state_dtype, shares), trainables

@@ -17,6 +17,7 @@ from offload.device.boundary import (
     is_on_device,
     marks_of,
 )
+from offload.device.filed import FiledTensor
 from offload.device.staging import Traffic
 
 
@@ -68,6 +69,9 @@ class TensorImage:
         fetched: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         places: dict[int, int] = {}
         for index, first, last, at in self._overlaps(start, stop):
+            if isinstance(self._tensors[index], FiledTensor):
+                self.read_filed(start + at, out[at : at + last - first])
+                continue
             places[index] = self._place(index)
             flat, into = self._flat(index), out[at : at + last - first]
             if is_on_device(flat):
@@ -83,6 +87,21 @@ class TensorImage:
         for index, place in places.items():
             if self._place(index) != place:
                 raise self._moved(index)
+
+    def read_filed(self, start: int, out: torch.Tensor) -> None:
+        """Read bytes of a tensor that has no memory.
+
+        Raises:
+            NotImplementedError: These tensors are in no file.
+        """
+        raise NotImplementedError(
+            f"byte {start} of {self.data_bytes} is in no memory ({out.shape})"
+        )
+
+    def is_filed(self, start: int, stop: int) -> bool:
+        """Return whether no tensor with a byte in a range has memory."""
+        found = [self._tensors[index] for index, *_ in self._overlaps(start, stop)]
+        return bool(found) and all(isinstance(tensor, FiledTensor) for tensor in found)
 
     def _fetch(self, copies: Mapping[torch.device, Copies]) -> None:
         """Copy from devices, and wait for the copies."""

@@ -2,8 +2,8 @@
 
 The training process sends gradients, and receives parameters. Neither optimizer state nor
 checkpoints cross the connection. `wire` has its frames, `terms` the documents in them. The
-training process uses `link` and `engine`; who only looks at a store uses `reading`. The server is
-the wing `serve`.
+training process uses `link` and `engine`, or `ranks` if it is one of several; who only looks at a
+store uses `reading`. The server is the wing `serve`.
 
 This wing may know everything below `optimizer`.
 """

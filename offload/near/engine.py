@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,17 +21,17 @@ from offload.engine.stats import Stats
 from offload.engine.stepping import Metrics, StepStrategy
 from offload.engine.training_state import Groups
 from offload.errors import NearError, UnsupportedParameterError
+from offload.exchange.torch_dicts import MaterializedState
 from offload.format._manifest_fields import decode_group
 from offload.format.layout import Layout
-from offload.format.train_state import (
-    encode,
-    unpack_encoded,
-)
+from offload.format.train_state import EncodedState, encode, unpack_encoded
 from offload.model.parameters import describe_parameters
 from offload.model.stored import Stored, describe_model
 from offload.near.link import Link, Result
 from offload.near.place import Place
+from offload.near.reading import info
 from offload.near.sealed import NearCheckpoint, NearSealHandle, packed
+from offload.near.state import receive_state, send_state
 from offload.near.terms import TensorTerms, Terms, decode_groups, encode_groups
 from offload.options import Options
 from offload.retention.policy import Retention
@@ -54,6 +54,8 @@ class NearEngine(Engine):
         keep: Retention policy.
         fresh: Whether to start over although the store has checkpoints.
         options: Settings.
+        ranks: Ranks that train the model together, each with a server of its own. This one's holds
+            its shards.
 
     Raises:
         NearError: The server cannot be reached, or an option cannot be used with one.
@@ -71,39 +73,49 @@ class NearEngine(Engine):
         keep: Retention,
         fresh: bool,
         options: Options,
+        ranks: Ranks = Ranks(),  # noqa: B008  (without state)
     ) -> None:
         _require_possible(options)
         self._place = place
-        self._model = model
-        trainables = describe_parameters(groups, model, rule, options.state_format)
-        stored = describe_model(model, groups, trainables)
-        self._tensors = [_sendable(item) for item in stored]
+        self._rule = rule
+        form, shards = options.state_format, ranks.shards
+        trainables = describe_parameters(groups, model, rule, form, shards=shards)
+        self._stored = describe_model(model, groups, trainables, shards)
+        """Tensors of the model, also those that the servers of other ranks have."""
+        if not trainables and shards is not None:
+            raise NearError(
+                f"rank {ranks.rank} of {ranks.size} would have no parameter: use fewer ranks, or "
+                "freeze fewer parameters"
+            )
+        here = [item for item in self._stored if item.is_here]
+        self._tensors = [_sendable(item) for item in here]
+        self._shards = [shards and shards(i.spec.name, i.parameter) for i in here]
         self._numbers = {id(tensor): n for n, tensor in enumerate(self._tensors)}
-        self._agreed = [
-            (i.key, t.dtype, t.shape) for i, t in zip(stored, self._tensors, strict=True)
-        ]
+        self._agreed = [(i.key, t.dtype, t.shape) for i, t in zip(here, self._tensors, strict=True)]
         self._members = _members(groups)
         terms = Terms(
             run=place.run,
             optimizer=rule.optimizer_class.__name__,
             hyper=hyper,
-            tensors=[_tensor_terms(tensor) for tensor in self._tensors],
-            entries=None if model is None else self._entries(model, stored),
+            tensors=[_tensor_terms(t, self._memory(n)) for n, t in enumerate(self._tensors)],
+            entries=None if model is None and shards is None else self._entries(model, here),
             groups=[
                 (
                     {k: v for k, v in group.items() if k not in ("params", "param_names")},
-                    [self._numbers[id(p)] for p in group["params"]],
-                    group.get("param_names"),
+                    [self._numbers[id(p)] for p in group["params"] if id(p) in self._numbers],
+                    group.get("param_names") if shards is None else None,
                 )
                 for group in groups
             ],
             keep=keep,
             fresh=fresh,
+            replaces=None,
             options=options,
             timeout_s=options.agreement_timeout_s,
         )
         self._link = Link(place, terms, self._memory)
         self._closed = False
+        self._seal: NearSealHandle | None = None
         self.has_warned = False
         with self._link.understood():
             self.store: Any = SimpleNamespace(
@@ -116,7 +128,7 @@ class NearEngine(Engine):
                 refused=(),
                 poisoned=False,
             )
-        self.state: Any = _State()
+        self.state: Any = _State(ranks)
         self._forward: NearForward | None = None
         if options.overlap == "forward" and model is not None:
             from offload.near.forward import NearForward  # imports torch's compiler
@@ -141,6 +153,15 @@ class NearEngine(Engine):
     def step(self, groups: Groups) -> None:
         """Send gradients to the server, and receive the new parameters; or begin to."""
         self.join()
+        gradients = self._gradients(groups)
+        if self._forward is None:
+            self._exchange(groups, gradients)(None, lambda _: None)
+        else:
+            exchange = partial(self._exchange, groups)
+            self._forward.step(self._link.num_steps + 1, gradients, exchange)
+
+    def _gradients(self, groups: Groups) -> dict[int, torch.Tensor]:
+        """Return the gradient of each parameter that has one, by the parameter's id."""
         self._require_agreed(groups)
         stepped = [p for group in groups for p in group["params"] if p.grad is not None]
         if any(p.grad.dtype != p.dtype or p.grad.layout != torch.strided for p in stepped):
@@ -148,24 +169,27 @@ class NearEngine(Engine):
                 "a gradient is sparse, or has another dtype than its parameter, which no server "
                 "takes: convert it, or use a directory of this machine"
             )
-        gradients = {id(p): p.grad for p in stepped}
-        if self._forward is None:
-            self._exchange(groups, gradients)(None, lambda _: None)
-        else:
-            exchange = partial(self._exchange, groups)
-            self._forward.step(self._link.num_steps + 1, gradients, exchange)
+        return {id(p): p.grad for p in stepped}
 
     def _exchange(self, groups: Groups, gradients: Mapping[int, torch.Tensor]) -> Exchange:
         """Return what takes a step with some gradients, with the hyper-parameters of now."""
         sent, factors = encode_groups(groups), self.state.gradient_factors
         have = [n for n, tensor in enumerate(self._tensors) if id(tensor) in gradients]
 
+        def gradient(number: int) -> torch.Tensor | None:
+            """Return the gradient of what the server has of a tensor."""
+            found, shard = gradients.get(id(self._tensors[number])), self._shards[number]
+            if found is None or shard is None:
+                return found
+            with torch.no_grad():
+                return shard.part_of(found)
+
         def exchange(order: Sequence[int] | None, updated: Callable[[int], object]) -> None:
             """Take the step."""
             result = self._link.step(
                 sent,
                 have,
-                lambda number: gradients.get(id(self._tensors[number])),
+                gradient,
                 factors,
                 order=order,
                 updated=updated,
@@ -190,8 +214,14 @@ class NearEngine(Engine):
         """Send train state and edits, and let the server seal its state."""
         encoded = encode(train_state)
         self.join()
-        blob = packed(encoded)
         self._require_agreed(groups)
+        return self._begin_seal(groups, encoded, metrics)
+
+    def _begin_seal(
+        self, groups: Groups, encoded: EncodedState, metrics: Metrics
+    ) -> NearSealHandle:
+        """Let the server begin to seal."""
+        blob = packed(encoded)
         self._link.push()
         result = self._link.call(
             "checkpoint",
@@ -200,7 +230,8 @@ class NearEngine(Engine):
             metrics=None if metrics is None else dict(metrics),
         )
         with self._link.understood():
-            return NearSealHandle(self._link, self._place, result, encoded)
+            self._seal = NearSealHandle(self._link, self._place, result, encoded)
+        return self._seal
 
     def fail_checkpoint(self, error: Exception) -> None:
         """Do nothing: no other rank waits."""
@@ -260,17 +291,6 @@ class NearEngine(Engine):
         """Bytes that have been sent to the server, and received from it."""
         return self._link.traffic
 
-    def open_store(self) -> Any:
-        """Return what is known of the store."""
-        return self.store
-
-    def lay_out(self, groups: Groups) -> NoReturn:
-        """Refuse: the layout is the server's."""
-        raise NotImplementedError
-
-    def relayout(self, groups: Groups) -> None:
-        """Do nothing: the server lays out its state."""
-
     def join(self) -> None:
         """Wait for a step that runs beside the model, and raise its error."""
         if self._forward is not None:
@@ -286,9 +306,6 @@ class NearEngine(Engine):
             return None
         return parts.layout, [self._tensors[number] for number in parts.numbers]
 
-    def finish_arrival(self) -> None:
-        """Do nothing: nothing arrives from a tier."""
-
     def add_parameters(self, groups: Groups) -> None:
         """Refuse parameters that the server was not told of."""
         self._require_agreed(groups)
@@ -303,6 +320,8 @@ class NearEngine(Engine):
             try:
                 if self._forward is not None:
                     self._forward.end()
+                if self._seal is not None:
+                    self._seal.wait()  # afterwards nobody can ask
             finally:
                 self._closed = True
                 self._link.close()
@@ -318,19 +337,19 @@ class NearEngine(Engine):
         """Return the checkpoints of the store, as the server lists them."""
         result = self._link.call("list")
         with self._link.understood():
-            return [self._info(one) for one in result["checkpoints"]]
+            return [info(self._place, one) for one in result["checkpoints"]]
 
     def pins(self) -> dict[str, str]:
         """Return the path of the checkpoint of each pin, by name."""
         result = self._link.call("list")
         with self._link.understood():
-            return {name: self._here(path) for name, path in result["pins"].items()}
+            return {n: self._place.checkpoint(path) for n, path in result["pins"].items()}
 
     def find(self, wanted: Position) -> CheckpointInfo:
         """Return the checkpoint that a reference names."""
         result = self._link.call("find", position=asdict(wanted))
         with self._link.understood():
-            return self._info(result["checkpoint"])
+            return info(self._place, result["checkpoint"])
 
     def load_reference(self, groups: Groups, reference: Mapping[str, Any]) -> None:
         """Let the server load a reference; parameters stay as they are."""
@@ -338,26 +357,17 @@ class NearEngine(Engine):
         self._link.push()
         self._take_groups(groups, self._link.call("load_reference", reference=dict(reference)))
 
-    def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> NoReturn:  # noqa: ARG002
-        """Refuse: state would cross the connection."""
-        raise NearError(
-            "load_state_dict() takes references here: import a state dict where the server runs, "
-            "with offload import"
-        )
+    def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> None:
+        """Send a state dict of torch to the server, which loads it block by block."""
+        self._require_alone("load_state_dict()")
+        self._require_agreed(groups)
+        send_state(self._link, groups, self._rule, self._tensors, state_dict)
 
-    def materialize(self, groups: Groups) -> NoReturn:  # noqa: ARG002
-        """Refuse: state would cross the connection."""
-        raise NearError(
-            "the whole state does not cross to its client: export it where the server runs, with "
-            "offload export"
-        )
-
-    def _info(self, found: Mapping[str, Any]) -> CheckpointInfo:
-        lists = {name: tuple(found[name]) for name in ("pins", "not_seen")}
-        return CheckpointInfo(**{**found, **lists, "path": self._here(found["path"])})
-
-    def _here(self, path: str) -> str:
-        return self._place.url + "/" + path.rpartition("/")[2]
+    def materialize(self, groups: Groups) -> MaterializedState:
+        """Receive the present state into memory."""
+        self._require_alone("materialized()")
+        self._require_agreed(groups)
+        return receive_state(self._link, groups, self._rule, self._tensors)
 
     def _there(self, which: int | str | None) -> int | str | None:
         """Return the name of a checkpoint as the server knows it."""
@@ -367,13 +377,22 @@ class NearEngine(Engine):
             return f"{self._link.welcome['directories'][0]}/{which.rpartition('/')[2]}"
 
     def _memory(self, number: int) -> torch.Tensor:
-        return self._tensors[number]
+        """Return the present memory of what the server has of a tensor."""
+        shard = self._shards[number]
+        return self._tensors[number] if shard is None else shard.tensor()
 
     def _take_groups(self, groups: Groups, result: Result) -> None:
         with self._link.understood():
             found = decode_groups(result.get("groups", encode_groups(groups)), len(groups))
         for group, given in zip(groups, found, strict=True):
             group.update(given)
+
+    def _require_alone(self, call: str) -> None:
+        if self.state.ranks.size > 1:
+            raise NearError(
+                f"{call} cannot move the state of several ranks over their connections so far: use "
+                "offload export and import where the servers run"
+            )
 
     def _require_agreed(self, groups: Groups) -> None:
         """Refuse what is not as the server was told."""
@@ -389,21 +408,28 @@ class NearEngine(Engine):
                     f"is {tensor.dtype} of shape {tuple(tensor.shape)}: make the optimizer after it"
                 )
 
-    def _entries(self, model: torch.nn.Module, stored: Sequence[Stored]) -> list[tuple[str, int]]:
-        """Return the names and tensors of the model's state dict, in its order."""
+    def _entries(
+        self, model: torch.nn.Module | None, stored: Sequence[Stored]
+    ) -> list[tuple[str, int]]:
+        """Return the names and tensors of the model's state dict, in its order.
+
+        The name of a box ends with its place in the whole, so no other box passes for it.
+        """
         numbers = {}
-        for item, tensor in zip(stored, self._tensors, strict=True):
+        for number, (item, shard) in enumerate(zip(stored, self._shards, strict=True)):
+            box = "" if shard is None or shard.cut is None else shard.cut.box.notation()
             for name in (item.spec.name, *item.spec.aliases):
-                numbers[name] = self._numbers[id(tensor)]
-        order = [name for name in model.state_dict(keep_vars=True) if name in numbers]
+                numbers[name + box] = number
+        names = () if model is None else model.state_dict(keep_vars=True)
+        order = [name for name in names if name in numbers]
         return [(name, numbers[name]) for name in [*order, *(n for n in numbers if n not in order)]]
 
 
 class _State:
     """The few facts of the state that an optimizer asks its engine for."""
 
-    def __init__(self) -> None:
-        self.ranks = Ranks()
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
         self.seal = None
         self.gradient_factors: tuple[float, ...] = ()
         self.lifecycle = SimpleNamespace(
@@ -421,10 +447,10 @@ def _members(groups: Groups) -> list[list[int]]:
     return [[id(p) for p in group["params"]] for group in groups]
 
 
-def _tensor_terms(tensor: torch.Tensor) -> TensorTerms:
+def _tensor_terms(tensor: torch.Tensor, memory: torch.Tensor) -> TensorTerms:
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     return TensorTerms(
-        DTYPE_CODES[tensor.dtype], tuple(tensor.shape), is_parameter, tensor.requires_grad
+        DTYPE_CODES[memory.dtype], tuple(memory.shape), is_parameter, tensor.requires_grad
     )
 
 
@@ -445,7 +471,7 @@ def _require_possible(options: Options) -> None:
             'overlap="backward" cannot be used with a server: use overlap="forward", or a '
             "directory of this machine"
         )
-    for name in ("tier", "backend", "trace", "device_memory"):
+    for name in ("tier", "backend", "trace", "device_memory", "gradients", "parameters"):
         if getattr(options, name) != getattr(default, name):
             raise NearError(
                 f"{name}= cannot be used with a server: leave it out, or use a directory of this "

@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from gds.waiting import start
-from offload.errors import NearError
+from offload.errors import BrokenOptimizerError, NearError
 from offload.format._manifest_fields import count, each, items, mapping
 from offload.near.chunks import ChunkParts, Part
 from offload.near.errors_sent import decode_error
 from offload.near.live import Memory, Received, read
 from offload.near.place import Place, token_for
+from offload.near.reading import ask
 from offload.near.terms import Terms, decode_layout, encode_terms
 from offload.near.wire import Frame, Kind, Wire, digest_of
 
@@ -61,6 +62,10 @@ class Link:
         self._is_closed = False
         self._in_call = False
         """Whether frames of a call are on their way."""
+        self._has_stepped = False
+        """Whether a step has begun; a server that has forgotten the run does not have its state."""
+        self._is_torn = False
+        """Whether the values here belong to no state that the server has."""
         self._connect()
 
     def call(self, call: str, *, blob: bytes | None = None, **arguments: Any) -> Result:
@@ -75,14 +80,30 @@ class Link:
             NearError: The server is lost.
             OffloadError: The error of the call on the server.
         """
-        with self._talking() as wire:
-            if call == "checkpoint":  # a server that is started anew must not give it up
-                self._terms = replace(self._terms, fresh=False)
-            number = self._begin(wire, call, arguments)
+        with self.calling(call, **arguments) as (wire, number):
             if blob is not None:
                 wire.send(Kind.BLOB, number, [blob])
                 wire.send(Kind.END, number)
-            return self._result(wire, number)
+            return self.result(wire, number)
+
+    @contextmanager
+    def calling(self, call: str, **arguments: Any) -> Iterator[tuple[Wire, int]]:
+        """Begin a call, and yield the connection and its number; the block receives the result."""
+        with self._talking() as wire:
+            yield wire, self._begin(wire, call, arguments)
+
+    def ask(self, what: str, **arguments: Any) -> Result:
+        """Return the answer to a question about this run; no other call waits meanwhile.
+
+        Raises:
+            NearError: The server is lost.
+            OffloadError: The error of the server.
+        """
+        wire = Wire(self._place.connect(), self._place.peer, self._terms.timeout_s)
+        try:
+            return ask(wire, self._place, {"what": what, "secret": self._secret, **arguments})
+        finally:
+            self._end(wire)
 
     def step(
         self,
@@ -106,9 +127,10 @@ class Link:
 
         Raises:
             NearError: The server is lost, and the step may be half taken.
+            BrokenOptimizerError: That has happened before.
             OffloadError: The error of the step on the server.
         """
-        with self._talking() as wire:
+        with self._talking() as wire, self.changing():
             expected = self.num_steps + 1
             arguments = {
                 "groups": list(groups),
@@ -117,35 +139,48 @@ class Link:
                 "order": None if order is None else list(order),
             }
             number = self._begin(wire, "step", arguments)
-            frame = wire.receive((Kind.PASS, Kind.RESULT, Kind.ERROR), number)
+            frame = self.frame(wire, number, Kind.PASS, Kind.RESULT)
             if frame.kind != Kind.PASS:
-                return self._result(wire, number, frame)
+                return self.result(wire, number, frame)
             announced = wire.read_document(frame)
             with self.understood():
-                if "layout" in announced:
-                    self._learn(mapping(announced["layout"]))
+                self.learn(announced)
                 chunks = self._chunks(announced["chunks"])
             exchange = _Exchange(self, wire, number, chunks, {*have})
             try:
                 exchange.run(gradients, updated)
-                return self._result(wire, number)
+                return self.result(wire, number)
             except NearError:
                 if not exchange.all_sent:
                     raise
                 return self._come_back(expected, exchange.missing)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Note, if a call is broken off in the block, that no state belongs to the values here.
+
+        Raises:
+            BrokenOptimizerError: That has happened before.
+        """
+        self._require_whole()
+        self._has_stepped = self._is_torn = True
+        try:
+            yield
+        except Exception:
+            self._is_torn = self._in_call  # the server remembers an error of its own
+            raise
+        self._is_torn = False
 
     def push(self) -> None:
         """Send what has been edited here since the server has sent it.
 
         Raises:
             NearError: The server is lost.
+            BrokenOptimizerError: A step was lost before.
         """
         with self._talking() as wire:
-            parts = self.parts
-            chunks: list[int] = []
-            if parts is not None:
-                chunks = [c for c in range(parts.num_chunks) if self._is_edited(parts.of(c), c)]
-            others = [n for n in self._others() if self._is_other_edited(n)]
+            self._require_whole()
+            chunks, others = self._edited()
             if not (chunks or others):
                 return
             number = self._begin(wire, "edit", {"chunks": chunks, "tensors": others})
@@ -156,7 +191,22 @@ class Link:
                 digest = wire.send(Kind.TENSOR, number, content, index=other)
                 self._known_others[other] = digest
             wire.send(Kind.END, number)
-            self._result(wire, number)
+            self.result(wire, number)
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether `push` would send anything."""
+        return any(self._edited())
+
+    def connect_again(self) -> None:
+        """Connect, if the connection was lost.
+
+        Raises:
+            NearError: The server cannot be reached.
+        """
+        with self._lock:
+            if self._wire is None and not self._is_closed:
+                self._connect()
 
     def restore(self, **arguments: Any) -> tuple[Result, bytes]:
         """Restore a checkpoint on the server; receive its values, and return its train state.
@@ -165,29 +215,36 @@ class Link:
 
         Raises:
             NearError: The server is lost.
+            BrokenOptimizerError: Steps were lost, and there is no checkpoint.
             OffloadError: The error of `restore` on the server.
         """
-        with self._lock:
-            if self._wire is None and not self._is_closed:
-                self._connect()
-        with self._talking() as wire:
-            number = self._begin(wire, "restore", arguments)
-            result = self._result(wire, number)
+        self.connect_again()
+        with self.calling("restore", **arguments) as (wire, number):
+            result = self.result(wire, number)
             with self.understood():
                 if result["checkpoint"] is None:
+                    self._give_up_if_torn()
                     return result, b""
-                self._learn(mapping(result["layout"]))
-                others, state_bytes = self._others(), count(result["state_bytes"])
-                if items(result["tensors"]) != others:
-                    raise ValueError("tensors that are not there")
-            self._receive_chunks(wire, number, range(self._known_parts().num_chunks))
-            for other in others:
-                frame = wire.receive((Kind.TENSOR,), number)
-                received = Received([self._whole(other)], self._memory)
-                wire.read_into(frame, received.views)
-                received.store()
-                self._known_others[other] = frame.digest
-            return result, wire.read(wire.receive((Kind.BLOB,), number), state_bytes)
+                state_bytes = count(result["state_bytes"])
+            self.receive_values(wire, number, result)
+            state = wire.read(self.frame(wire, number, Kind.BLOB), state_bytes)
+            self._is_torn = False
+            return result, state
+
+    def receive_values(self, wire: Wire, number: int, result: Result) -> None:
+        """Receive all values that the server has, which follow a result."""
+        with self.understood():
+            self.learn(result)
+            others = self._others()
+            if items(result["tensors"]) != others:
+                raise ValueError("tensors that are not there")
+        self._receive_chunks(wire, number, range(self._known_parts().num_chunks))
+        for other in others:
+            frame = self.frame(wire, number, Kind.TENSOR)
+            received = Received([self._whole(other)], self._memory)
+            wire.read_into(frame, received.views)
+            received.store()
+            self._known_others[other] = frame.digest
 
     def close(self) -> None:
         """Leave the server in order, which closes the store. Idempotent."""
@@ -215,9 +272,7 @@ class Link:
         """End the connection without a word. Never raises."""
         wire, self._wire = self._wire, None
         if wire is not None:
-            self.bytes_sent += wire.bytes_sent
-            self.bytes_received += wire.bytes_received
-            wire.close()
+            self._end(wire)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -255,11 +310,14 @@ class Link:
         received.store()
         self._known[chunk] = frame.digest
 
-    def raise_error(self, wire: Wire, frame: Frame) -> None:
-        """Raise the error that the server has sent, which ends the call in order."""
-        document = wire.read_document(frame)
-        self._in_call = False
-        raise decode_error(document, wire.peer)
+    def frame(self, wire: Wire, number: int, *kinds: Kind) -> Frame:
+        """Receive the header of a frame of some kinds; raise the error that comes instead of it."""
+        frame = wire.receive((*kinds, Kind.ERROR), number)
+        if frame.kind == Kind.ERROR:
+            document = wire.read_document(frame)
+            self._in_call = False  # an error ends the call in order
+            raise decode_error(document, wire.peer)
+        return frame
 
     def _connect(self) -> None:
         """Connect, and say hello; `welcome` is the server's answer.
@@ -271,15 +329,19 @@ class Link:
         try:
             hello = {"token": token_for(place), "secret": before}
             wire.send_document(Kind.HELLO, 0, hello)
-            self._result(wire, 0)
+            self.result(wire, 0)
             wire.send_document(Kind.HELLO, 0, encode_terms(self._terms))
-            self.welcome = self._result(wire, 0)
+            self.welcome = self.result(wire, 0)
             self._secret = str(self.welcome.get("secret"))
         except BaseException:
             wire.close()
             raise
         if self._secret != before:
             self.parts = None
+            self._is_torn |= self._has_stepped
+        if self._terms.replaces is None:
+            with self.understood():
+                self._terms = replace(self._terms, replaces=count(self.welcome["newest"]))
         self._known.clear()
         self._known_others.clear()
         self._wire = wire
@@ -305,17 +367,35 @@ class Link:
             raise NearError(f"there is no connection to {self._place.peer}: {why}")
         return self._wire
 
+    def _end(self, wire: Wire) -> None:
+        self.bytes_sent += wire.bytes_sent
+        self.bytes_received += wire.bytes_received
+        wire.close()
+
+    def _require_whole(self) -> None:
+        if self._is_torn:
+            raise BrokenOptimizerError(
+                f"{self._place.peer} was lost in a step, or has forgotten it: call restore()"
+            )
+
+    def _give_up_if_torn(self) -> None:
+        """Leave the server for good if there is no state that fits the values here."""
+        if self._is_torn:
+            self.drop()
+            raise BrokenOptimizerError(
+                f"{self._place.peer} has lost the steps of this run, and there is no checkpoint "
+                "yet: construct model and optimizer again"
+            )
+
     def _begin(self, wire: Wire, name: str, arguments: Mapping[str, Any]) -> int:
         self._number += 1
         self._in_call = True
         wire.send_document(Kind.CALL, self._number, {"call": name, **arguments})
         return self._number
 
-    def _result(self, wire: Wire, number: int, frame: Frame | None = None) -> Result:
+    def result(self, wire: Wire, number: int, frame: Frame | None = None) -> Result:
         """Return the result of a call, or raise its error, and repeat the server's warnings."""
-        frame = frame or wire.receive((Kind.RESULT, Kind.ERROR), number)
-        if frame.kind == Kind.ERROR:
-            self.raise_error(wire, frame)
+        frame = frame or self.frame(wire, number, Kind.RESULT)
         document = wire.read_document(frame)
         with self.understood():
             self.num_steps = count(document.get("num_steps", self.num_steps))
@@ -331,7 +411,7 @@ class Link:
             NearError: The server has not taken the step, or is not there.
         """
         self.drop()
-        before, self._in_call = self._secret, False
+        before = self._secret
         self._connect()
         wire = self._connected()
         if self._secret != before or self.num_steps != expected:
@@ -339,17 +419,22 @@ class Link:
                 f"{wire.peer} was lost in step {expected}, which it has not taken: call restore()"
             )
         number = self._begin(wire, "parameters", {"chunks": list(chunks)})
-        result = self._result(wire, number)
+        result = self.result(wire, number)
         self._receive_chunks(wire, number, chunks)
         return result
 
     def _receive_chunks(self, wire: Wire, number: int, chunks: Sequence[int]) -> None:
         for chunk in chunks:
-            self.receive_parameters(wire, wire.receive((Kind.PARAMETER,), number), chunk)
+            self.receive_parameters(wire, self.frame(wire, number, Kind.PARAMETER), chunk)
 
-    def _learn(self, document: Mapping[str, Any]) -> None:
-        self.parts = ChunkParts(*decode_layout(document, self._terms.tensors))
-        self._known.clear()
+    def learn(self, document: Mapping[str, Any]) -> ChunkParts:
+        """Return how the server lays out its state, which a document says if it is new."""
+        if "layout" in document:
+            self.parts = ChunkParts(
+                *decode_layout(mapping(document["layout"]), self._terms.tensors)
+            )
+            self._known.clear()
+        return self._known_parts()
 
     def _chunks(self, value: object) -> tuple[int, ...]:
         found = each(count, value)
@@ -372,6 +457,13 @@ class Link:
         if tensor is None:
             raise LookupError(f"tensor {number} is missing")
         return number, 0, tensor.numel() * tensor.element_size()
+
+    def _edited(self) -> tuple[list[int], list[int]]:
+        """Return the chunks, and the other tensors, that the server does not have as they are."""
+        chunks: list[int] = []
+        if (parts := self.parts) is not None:
+            chunks = [c for c in range(parts.num_chunks) if self._is_edited(parts.of(c), c)]
+        return chunks, [n for n in self._others() if self._is_other_edited(n)]
 
     def _is_edited(self, parts: Sequence[Part], chunk: int) -> bool:
         known = self._known.get(chunk)
@@ -411,9 +503,7 @@ class _Exchange:
         try:
             for chunk in self._chunks:
                 if chunk in self.missing[:1]:
-                    frame = wire.receive((Kind.PARAMETER, Kind.ERROR), self._number)
-                    if frame.kind == Kind.ERROR:
-                        link.raise_error(wire, frame)
+                    frame = link.frame(wire, self._number, Kind.PARAMETER)
                     link.receive_parameters(wire, frame, chunk)
                     del self.missing[0]
                 updated(chunk)

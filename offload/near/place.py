@@ -40,6 +40,10 @@ class Place:
         """Name of the server for messages."""
         return f"the server at {self.socket_path or f'{self.host}:{self.port}'}"
 
+    def checkpoint(self, path: object) -> str:
+        """Return the URL of a checkpoint, given its path on the server."""
+        return f"{self.url}/{str(path).rpartition('/')[2]}"
+
     def connect(self) -> socket.socket:
         """Return a socket that is connected to the server.
 

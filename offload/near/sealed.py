@@ -49,7 +49,7 @@ class NearSealHandle(SealHandle):
 
     def _ask(self, timeout_s: float | None) -> None:
         try:
-            found = self._link.call("sealed", handle=self._number, timeout_s=timeout_s)
+            found = self._link.ask("sealed", handle=self._number, timeout_s=timeout_s)
         except SealError as error:
             self.fail(error)
             return
@@ -70,7 +70,7 @@ class NearCheckpoint(Checkpoint):
     """A checkpoint in a store of a server: what the client knows of it."""
 
     def __init__(self, place: Place, found: Mapping[str, Any], encoded: EncodedState) -> None:
-        self.path = f"{place.url}/{str(found['path']).rpartition('/')[2]}"
+        self.path = place.checkpoint(found["path"])
         self._step, self._generation = int(found["step"]), int(found["generation"])
         self._created, self._metrics = str(found["created"]), dict(found["metrics"])
         self._encoded = encoded

@@ -106,6 +106,9 @@ class Terms:
 
     keep: Retention
     fresh: bool
+    replaces: int | None
+    """Generation of the newest checkpoint that a fresh run has found; None in the first hello."""
+
     options: Options
     timeout_s: float
     """Seconds without a byte after which the client is lost to the server, and vice versa."""
@@ -138,6 +141,7 @@ def encode_terms(terms: Terms) -> dict[str, Any]:
         ],
         "keep": _encode_policies(terms.keep),
         "fresh": terms.fresh,
+        "replaces": terms.replaces,
         "options": _encode_options(terms.options),
         "timeout_s": terms.timeout_s,
     }
@@ -176,6 +180,7 @@ def decode_terms(document: Mapping[str, Any]) -> Terms:
         groups=[_group(one, number) for one in items(document["groups"])],
         keep=_policies(document["keep"]),
         fresh=_boolean(document["fresh"]),
+        replaces=None if document["replaces"] is None else count(document["replaces"]),
         options=_options(mapping(document["options"])),
         timeout_s=float(timeout_s),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,14 +14,14 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from offload.ambient import neutral
-from offload.blocks import require_streamable, streaming_for
+from offload.blocks import has_blocks, require_streamable, streaming_for
 from offload.distributed.ranks import Ranks
 from offload.engine.engine import Engine
 from offload.engine.reference import is_reference
 from offload.engine.state_dict import make_reference
 from offload.engine.stepping import StepStrategy
 from offload.engine.training_state import TrainingState
-from offload.errors import NearError, OffloadError
+from offload.errors import OffloadError
 from offload.exchange.carried_reference import carry, uncarried
 from offload.exchange.torch_dicts import (
     MASTERS,
@@ -30,8 +31,14 @@ from offload.exchange.torch_dicts import (
     number_parameters,
 )
 from offload.format._manifest_fields import encode_group, without_numpy
-from offload.model.parameters import check_given_once, check_iterable, describe_parameters
-from offload.model.process_groups import ProcessGroup, are_several
+from offload.model.outside import require_values
+from offload.model.parameters import (
+    all_parameters,
+    check_given_once,
+    check_iterable,
+    describe_parameters,
+)
+from offload.model.process_groups import SEPARATE, ProcessGroup, are_several
 from offload.near.place import is_remote, place_of
 from offload.optimizer.checkpointing import CheckpointingOptimizer, say_resumed
 from offload.optimizer.recording import start_recorder
@@ -48,6 +55,10 @@ from offload.tiers.rank_uploads import FollowingUploads
 from offload.tiers.services.opening import require_place, require_tier
 from offload.update.device_step import require_steppable
 from offload.update.rules import UpdateRule
+
+_WITH_VALUES = (
+    'use Options(parameters="drive") and restore(), or build the model without outside_memory()'
+)
 
 
 class OffloadedOptimizer(CheckpointingOptimizer):
@@ -144,6 +155,11 @@ class OffloadedOptimizer(CheckpointingOptimizer):
                 f"{'several ranks' if several else 'a tier'} yet: keep whole checkpoints, for "
                 "example with EverySteps(1000)"
             )
+        if several and options.gradients is not None:
+            raise ValueError(
+                f"gradients={options.gradients!r} does not work with several ranks yet: leave it "
+                "out, or train separate models with process_group=offload.SEPARATE"
+            )
         close_left_open()
         _require_possible(options, model, several=several, is_remote=is_remote(directory))
         self._engine = None
@@ -154,14 +170,12 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         on_device = options.placement == "device"
         rule = UpdateRule(optimizer_class, hyper, allow_fused=on_device)
         super().__init__(params, dict(rule.defaults))
+        if options.parameters != "drive" or not has_blocks(model, options):
+            require_values(all_parameters(self.param_groups, model), instead=_WITH_VALUES)
         self.state = StateOnStorage()
         if is_remote(directory):
-            if several:
-                raise NearError(
-                    "several ranks cannot use a server so far: give them directories, or train "
-                    "each model of its own with process_group=offload.SEPARATE"
-                )
-            self._serve_from(directory, rule, hyper, model, retention, options, fresh=fresh)
+            whom = process_group if several else SEPARATE
+            self._serve_from(directory, rule, hyper, model, retention, options, whom, fresh=fresh)
             return
         self._check_tier(options, as_directories(directory))
         if options.overlap == "backward":
@@ -209,6 +223,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             try:
                 engine = Engine(state, strategy(state))
                 engine.require_space(self.param_groups)
+                engine.move_gradients(self.param_groups)
                 serving = ranks.serving()
                 uploads = self._open_tier(options, retention, engine, serving)
             except BaseException as error:
@@ -234,24 +249,36 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         model: torch.nn.Module | None,
         keep: Retention,
         options: Options,
+        process_group: ProcessGroup,
         *,
         fresh: bool,
     ) -> None:
-        """Let a server next to the drives hold the state."""
+        """Let a server next to the drives hold the state, or that of this rank."""
         from offload.near.engine import NearEngine  # training with local drives does without
 
         self._finish_s = 0.0
-        place = place_of(directory)
-        engine = NearEngine(
-            rule,
-            hyper,
-            self.param_groups,
-            place,
-            model=model,
-            keep=keep,
-            fresh=fresh,
-            options=options,
-        )
+        what = rule, hyper, self.param_groups, place_of(directory)
+        engine: NearEngine
+        if process_group is SEPARATE:
+            engine = NearEngine(*what, model=model, keep=keep, fresh=fresh, options=options)
+        else:
+            from offload.distributed.rank_group import join_ranks  # imports torch.distributed
+            from offload.near.ranks import RankEngine
+
+            ranks = join_ranks(
+                process_group,
+                self.param_groups,
+                model,
+                options,
+                optimizer=rule.class_name,
+                keep=keep,
+                whole=True,
+                more={"directory=": "a server of each rank", "fresh=": fresh},
+            )
+            with ranks.leaving_on_error():
+                engine = RankEngine(
+                    *what, model=model, keep=keep, fresh=fresh, options=options, ranks=ranks
+                )
         self._engine = engine
         self._finalizer = weakref.finalize(self, close_quietly, engine)
         optimizer = weakref.ref(self)
@@ -509,7 +536,7 @@ def _require_possible(
     options: Options, model: torch.nn.Module | None, *, several: bool, is_remote: bool
 ) -> None:
     """Refuse options that do not work with the model, before anything is opened."""
-    if options.parameters == "host":
+    if options.parameters is not None:
         require_streamable(options, model, several=several, is_remote=is_remote)
     if options.overlap is not None:
         require_possible(options.overlap, model, several=several)
@@ -519,6 +546,11 @@ def _strategy_for(
     options: Options, model: torch.nn.Module | None
 ) -> Callable[[TrainingState], StepStrategy]:
     """Return what makes the strategy of steps that the options ask for."""
-    if options.parameters == "host" and model is not None:
+    if model is not None and has_blocks(model, options):
         return partial(streaming_for, model, options)
+    if options.parameters is not None:
+        logging.getLogger("offload").info(
+            "steps write the parameters into the slot, and all of them stay in memory as well: no "
+            "block was found in the model (see Options.blocks)"
+        )
     return strategy_for(options.overlap, model)

@@ -34,6 +34,7 @@ from offload.engine.stepping import (
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OffloadError, SealError, reason_of
 from offload.format.train_state import encode
+from offload.gradients import OutsideGradient
 from offload.overlap.background_pass import RunningPass
 from offload.overlap.compiling import compile_lock
 from offload.overlap.forward_hooks import ForwardHooks
@@ -219,6 +220,8 @@ class BesideForward(StepStrategy):
         for trainable, gradient in zip(self._state.table.trainables, gradients, strict=True):
             if gradient is not None:
                 trainable.parameter.grad = None
+                if isinstance(gradient, OutsideGradient):
+                    gradient.home.is_taken = True
                 num_bytes += gradient.nbytes
         meter = self._state.meter
         meter.moved_gradient_bytes = max(meter.moved_gradient_bytes, num_bytes)
@@ -346,7 +349,7 @@ def _owners_of(gradients: list[torch.Tensor | None]) -> list[_Owners | None]:
     """Count the references to each gradient. The caller must refer to it only by the list."""
     found: list[_Owners | None] = []
     for gradient in gradients:
-        if gradient is None:
+        if gradient is None or isinstance(gradient, OutsideGradient):
             found.append(None)
             continue
         storage = gradient.untyped_storage()

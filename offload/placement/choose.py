@@ -110,8 +110,10 @@ class PlacementChooser:
             gds.errors.RefusedError: ``placement="device"`` is set, and no kernel can be compiled
                 for the device; names the remedy.
         """
-        placement = self._options.placement
-        if placement == "host" or not trainables or self._options.parameters is not None:
+        options = self._options
+        is_outside = options.gradients is not None or options.parameters is not None
+        placement = "host" if is_outside else options.placement
+        if placement == "host" or not trainables:
             return None
         split = self._options.master == "split"
         if placement == "device":

@@ -53,6 +53,7 @@ def run_server(
     listener: socket.socket,
     *,
     token: str | None,
+    memory_bytes: int,
     ready: Callable[[], Any],
 ) -> None:
     """Serve until SIGTERM or SIGINT, then close all stores.
@@ -61,18 +62,15 @@ def run_server(
         directories: Directories in which the runs are, one on each drive.
         listener: Socket that listens.
         token: Secret that clients must know; None for none.
+        memory_bytes: Most bytes that state of one run may take.
         ready: Function that is called when clients can connect.
     """
-    server = Server(directories, listener, token=token)
-
-    def stop(*_: object) -> None:
-        """Let `Server.serve` return."""
-        server.stop()
+    server = Server(directories, listener, token=token, memory_bytes=memory_bytes)
 
     warnings.simplefilter("always")
     warnings.showwarning = note_warning  # type: ignore[assignment]
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+        signal.signal(number, lambda *_: server.stop())
     ready()
     try:
         server.serve()

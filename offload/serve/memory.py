@@ -1,4 +1,4 @@
-"""Memory of tensors that the server must not hold: it is given back as soon as it has been used.
+"""Memory that a client takes: what is allowed, and tensors that are given back after each use.
 
 The tensors of the model are in an unnamed file on the drive, which is mapped into memory: bytes
 that are given back stay in the file. Gradients are in memory without a file: bytes that are given
@@ -12,16 +12,45 @@ import math
 import mmap
 import os
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import numpy as np
 import torch
 
 from gds import StorageError
+from gds.errors import RefusedError
 from offload.format.header import DTYPE_BYTES
+from offload.options import Options
+from offload.stream.drives import DEFAULT_RING_CHUNKS
 from offload.update.dtypes import DTYPES
+
+DEFAULT_MEMORY_BYTES: Final = 2 << 30
+"""Bytes that state of one run may take, if the server was told nothing else."""
+
+_ARRAYS: Final = 4
+"""Most arrays that a class of torch has in a chunk: those of AdamW with ``amsgrad=True``."""
+
+_MAX_THREADS: Final = 64
 
 _ALIGNMENT = 64
 """Bytes that the first element of each tensor is aligned to, as torch's own allocations are."""
+
+
+def require_allowed(options: Options, memory_bytes: int) -> None:
+    """Refuse options of a client with which its state would take more memory than it may.
+
+    Raises:
+        gds.errors.RefusedError: They do, or ask for too many threads.
+    """
+    frames = DEFAULT_RING_CHUNKS if options.ring_chunks is None else options.ring_chunks
+    asked = frames * options.chunk_bytes * _ARRAYS + options.host_memory_bytes
+    if asked > memory_bytes:
+        raise RefusedError(
+            f"chunk_bytes=, ring_chunks= and host_memory= ask for {asked} bytes, and a run may "
+            f"have {memory_bytes}: use smaller ones, or offload serve --host-memory"
+        )
+    if (options.drives.threads or 0) > _MAX_THREADS:
+        raise RefusedError(f"threads={options.drives.threads} is more than {_MAX_THREADS}")
 
 
 class TensorMemory:

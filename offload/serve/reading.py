@@ -13,9 +13,11 @@ from typing import Any
 
 from offload.checkpoint.opening import open_checkpoint
 from offload.checkpoint.overview import describe, overview
-from offload.format._manifest_fields import encode_group
+from offload.format._manifest_fields import count, encode_group
 from offload.format.names import step_of
 from offload.near.place import run_name
+from offload.near.rate import FRAME_BYTES, MAX_FRAMES
+from offload.near.wire import Kind, Wire
 from offload.store.verification import Verification
 
 
@@ -57,3 +59,22 @@ def answer(
         work.verify(path, may_be_empty=False)
         return {"results": [asdict(one) for one in work.results], "recycled": work.recycled}
     raise ValueError(f"{what!r:.60} is no question")
+
+
+def exchange_frames(question: Mapping[str, Any], wire: Wire) -> dict[str, Any]:
+    """Receive and send as many frames as `offload.near.rate` asks for, in turn.
+
+    Raises:
+        ValueError, TypeError, KeyError: It is no question.
+        NearError: The client is lost.
+    """
+    up, down = count(question["up"]), count(question["down"])
+    if max(up, down) > MAX_FRAMES:
+        raise ValueError(f"{max(up, down)} frames, at most {MAX_FRAMES}")
+    content = memoryview(bytearray(FRAME_BYTES))
+    for number in range(max(up, down)):
+        if number < up:
+            wire.read_into(wire.receive((Kind.BLOB,), 0), [content])
+        if number < down:
+            wire.send(Kind.BLOB, 0, [content])
+    return {}

@@ -14,21 +14,23 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from gds.waiting import Monitor, start
-from offload.errors import NearError, StoreLockedError, reason_of
+from offload.errors import InDoubtError, NearError, StoreLockedError, reason_of
 from offload.format._manifest_fields import mapping
 from offload.journal import log_event
 from offload.near.errors_sent import encode_error
+from offload.near.place import run_name
 from offload.near.terms import Terms, decode_terms
 from offload.near.wire import Kind, Wire
-from offload.serve.reading import answer
-from offload.serve.session import Session
+from offload.serve.memory import DEFAULT_MEMORY_BYTES, require_allowed
+from offload.serve.reading import answer, exchange_frames
+from offload.serve.session import FORGOTTEN, Session
 
 PARKED_S: Final = 60.0
 """Seconds for which the session of a lost client is kept."""
@@ -72,14 +74,21 @@ class Server:
         directories: Directories in which the runs are, one on each drive.
         listener: Socket that listens.
         token: Secret that a client must know; None if everybody who can connect may train.
+        memory_bytes: Most bytes that state of one run may take.
     """
 
     def __init__(
-        self, directories: Sequence[str], listener: socket.socket, *, token: str | None = None
+        self,
+        directories: Sequence[str],
+        listener: socket.socket,
+        *,
+        token: str | None = None,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
     ) -> None:
         self._directories = [os.path.abspath(one) for one in directories]
         self._listener = listener
         self._token = token
+        self._memory_bytes = memory_bytes
         self._runs: dict[str, _Run] = {}
         self._lock = Monitor()
         self._clients: dict[threading.Thread, Wire] = {}
@@ -156,11 +165,12 @@ class Server:
             raise PermissionError("the token is not the server's: give the client the same file")
         if "read" in hello:
             with _signs_of_life(wire, 0):
-                found = answer(mapping(hello["read"]), self._directories[0], lambda: wire.alive(0))
+                found = self._answer(mapping(hello["read"]), wire)
             wire.send_document(Kind.RESULT, 0, found)
             return
         wire.send_document(Kind.RESULT, 0, {})
         terms = decode_terms(wire.read_document(wire.receive((Kind.HELLO,), 0)))
+        require_allowed(terms.options, self._memory_bytes)
         wire.timeout_s = terms.timeout_s
         with _signs_of_life(wire, 0):
             run, session = self._take(terms, wire, hello.get("secret"))
@@ -173,6 +183,18 @@ class Server:
                 if session.is_over:
                     del self._runs[terms.run]
                 self._lock.notify_all()
+
+    def _answer(self, question: Mapping[str, Any], wire: Wire) -> Mapping[str, Any]:
+        """Return the answer to a question: about files, a seal of a session, or the link."""
+        if question["what"] == "link":
+            return exchange_frames(question, wire)
+        if question["what"] != "sealed":
+            return answer(question, self._directories[0], lambda: wire.alive(0))
+        with self._lock:
+            run = self._runs.get(run_name(question["run"]))
+        if run is None or run.session is None or run.secret != question["secret"]:
+            raise InDoubtError(FORGOTTEN)
+        return run.session.sealed(question)
 
     def _take(self, terms: Terms, wire: Wire, secret: object) -> tuple[_Run, Session]:
         """Return the run that a client may use from now on: the one that it left, or a new one.

@@ -6,18 +6,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Final
+from itertools import chain
+from typing import Any, Final, TypeAlias
 
 from gds.waiting import start
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.listing import CheckpointInfo
+from offload.checkpoint.listing import CheckpointInfo, list_checkpoints
 from offload.engine.engine import Engine
 from offload.engine.reference import Position
 from offload.engine.seal_handle import SealHandle
 from offload.errors import InDoubtError, NearError
+from offload.format._layout_fields import encode_scalars
 from offload.format._manifest_fields import count, each, items, mapping
 from offload.format.train_state import (
     decode,
@@ -30,15 +32,21 @@ from offload.near.terms import CLASSES, Terms, decode_groups, encode_groups
 from offload.near.wire import Frame, Kind, Wire
 from offload.optimizer import OffloadedOptimizer
 from offload.serve.model import ServedModel
+from offload.serve.state import ArrivingTensor, arriving_dict, state_blocks
 from offload.serve.stepping import ArrivingStep
+
+_Following: TypeAlias = tuple[Kind, int, Sequence[bytes | memoryview]]
+"""A frame that follows a result: its kind, its index, and its content."""
 
 _GIVE_BACK_S: Final = 0.01
 """Seconds between two times at which memory of parameters is given back, while a seal or a restore
 uses them one after the other."""
 
+FORGOTTEN: Final = "the server was started anew since then: checkpoints() has the list"
+
 _CALLS: Final = (
-    *("step", "edit", "checkpoint", "sealed", "restore", "parameters", "pin", "unpin", "list"),
-    *("find", "position", "stats", "synchronize", "load_reference", "close"),
+    *("step", "edit", "checkpoint", "restore", "parameters", "pin", "unpin", "list", "find"),
+    *("position", "stats", "synchronize", "load_reference", "state", "load_state", "close"),
 )
 """Calls of a client; each is a method of `Session`."""
 
@@ -71,7 +79,7 @@ class Session:
             directory=directories,
             model=self._model.module,
             keep=terms.keep,
-            fresh=terms.fresh,
+            fresh=terms.fresh and not _has_newer(directories[0], terms.replaces),
             options=terms.options,
             **terms.hyper,
         )
@@ -86,16 +94,17 @@ class Session:
         """Whether the client has left in order."""
         self.awaits_end = False
         """Whether frames of the present call may follow."""
-        self._after: list[tuple[Kind, int, Callable[[], Sequence[bytes | memoryview]]]] = []
-        """Frames that follow the result, with functions that return their content."""
+        self._after: Iterable[_Following] = ()
+        """Frames that follow the result."""
 
     def welcome(self) -> dict[str, Any]:
         """Return what a client must know before its first call."""
+        self._steps.told = None  # what was sent last may have been lost
         store = self._engine.store
         return {
             "store": store.store_id,
             "directories": list(store.directories),
-            "decided": self._engine.state.lifecycle.decided,
+            "newest": max((one.manifest.generation for one in store.checkpoints), default=0),
             "num_steps": self._engine.num_steps,
         }
 
@@ -106,7 +115,7 @@ class Session:
             NearError: The client is lost.
         """
         self._wire, self._number = self._steps.wire, self._steps.number = wire, number
-        self.awaits_end, self._after = False, []  # of the last call, if its client was lost
+        self.awaits_end, self._after = False, ()  # of the last call, if its client was lost
         name = document.get("call")
         if name not in _CALLS:
             raise NearError(f"{wire.peer} makes a call that no client makes")
@@ -116,9 +125,11 @@ class Session:
         result["warnings"] = caught
         self.drain()
         wire.send_document(Kind.RESULT, number, result)
-        after, self._after = self._after, []
-        for kind, index, content in after:
-            wire.send(kind, number, content(), index=index)
+        following: Iterable[_Following] = self._after
+        self._after = ()
+        for kind, index, content in following:
+            wire.send(kind, number, content, index=index)
+            self._model.live.give_back_all()
 
     def drain(self) -> None:
         """Read the frames of the present call that have not been read, and forget them.
@@ -231,10 +242,25 @@ class Session:
 
         start(threading.Thread(target=give_back, name="offload-serve-memory", daemon=True))
 
-    def _sealed(self, document: Mapping[str, Any]) -> dict[str, Any]:
+    @contextmanager
+    def _giving_back(self) -> Iterator[None]:
+        """Give back memory of parameters time and again in the block."""
+        ended = threading.Event()
+        self._give_back_until(ended.is_set)
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def sealed(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """Wait for a checkpoint, on any thread, and say what has become of it.
+
+        Raises:
+            SealError: It could not be sealed, or is of another session.
+        """
         handle = self._handles.get(count(document["handle"]))
         if handle is None:
-            raise InDoubtError("the server was started anew since then: checkpoints() has the list")
+            raise InDoubtError(FORGOTTEN)
         timeout_s = document["timeout_s"]
         try:
             checkpoint = handle.result(None if timeout_s is None else float(timeout_s))
@@ -251,52 +277,64 @@ class Session:
         which = document["which"]
         if which is not None and not isinstance(which, int | str):
             raise ValueError("a checkpoint is named by its step or its path")
-        ended = threading.Event()
-        self._give_back_until(ended.is_set)
-        try:
+        with self._giving_back():
             checkpoint = self._optimizer.restore(
                 which,
                 discard_newer=document["discard_newer"] is True,
                 verify=document["verify"],
                 reencode=document["reencode"],
             )
-        finally:
-            ended.set()
         if checkpoint is None:
             return {"checkpoint": None}
         state = packed(checkpoint.read_train_state())
         values = self._all_values()
-        self._after.append((Kind.BLOB, 0, lambda: [state]))
+        self._after = chain(self._after, [(Kind.BLOB, 0, [state])])
         return {"checkpoint": _described(checkpoint), "state_bytes": len(state), **values}
 
     def _parameters(self, document: Mapping[str, Any]) -> dict[str, Any]:
         """Send some chunks once more, for a client that has not received those of a step."""
-        for chunk in each(count, document["chunks"]):
-            self._after.append((Kind.PARAMETER, chunk, self._sender(self._parts_of(chunk))))
+        chunks = {chunk: self._parts_of(chunk) for chunk in each(count, document["chunks"])}
+        self._after = self._values(Kind.PARAMETER, chunks)
         return {"groups": encode_groups(self._optimizer.param_groups)}
 
     def _all_values(self) -> dict[str, Any]:
         """Let all values of the model follow the result."""
-        live, parts = self._model.live, self._steps.known_parts()
-        for chunk in range(parts.num_chunks):
-            self._after.append((Kind.PARAMETER, chunk, self._sender(parts.of(chunk))))
-        others = [n for n in range(len(live.tensors)) if n not in set(parts.numbers)]
-        for number in others:
-            part = (number, 0, len(live.bytes[number]))
-            self._after.append((Kind.TENSOR, number, self._sender([part])))
+        content, parts = self._model.live.bytes, self._steps.known_parts()
+        chunks = {chunk: parts.of(chunk) for chunk in range(parts.num_chunks)}
+        stepped = set(parts.numbers)
+        others = {n: [(n, 0, len(one))] for n, one in enumerate(content) if n not in stepped}
+        self._after = chain(self._values(Kind.PARAMETER, chunks), self._values(Kind.TENSOR, others))
         return {
             "groups": encode_groups(self._optimizer.param_groups),
             "layout": self._steps.layout_document(),
-            "tensors": others,
+            "tensors": list(others),
         }
 
-    def _sender(self, parts: Sequence[Part]) -> Callable[[], list[memoryview]]:
-        def content() -> list[memoryview]:
-            """Give back what was sent before, and return the bytes."""
-            self._model.live.give_back_all()
-            return views(parts, self._model.live.bytes)
+    def _values(self, kind: Kind, parts: Mapping[int, Sequence[Part]]) -> Iterator[_Following]:
+        for index, found in parts.items():
+            yield kind, index, views(found, self._model.live.bytes)
 
-        return content
+    def _state(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        """Let the whole state follow the result."""
+        state = self._engine.state
+        state.lifecycle.require_usable()
+        self._engine.relayout(self._optimizer.param_groups)
+        self._after = state_blocks(state, self._steps.known_parts())
+        return {"scalars": encode_scalars(state.table.scalars), **self._steps.layout_if_new()}
+
+    def _load_state(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """Load a state dict whose tensors the client sends block by block."""
+        wire, call, tensors = self._wire, self._number, self._model.tensors
+
+        def source(place: tuple[int, str], code: str) -> ArrivingTensor:
+            """Return a tensor of state that the client has."""
+            shape = tensors[self._number_of_tensor(place[0])].shape
+            return ArrivingTensor(wire, call, place, code, shape)
+
+        members = [group[1] for group in self.terms.groups]
+        with self._giving_back():
+            self._optimizer.load_state_dict(arriving_dict(document, members, source))
+        return self._all_values()
 
     def _pin(self, document: Mapping[str, Any]) -> dict[str, Any]:
         self._optimizer.pin(document["name"], document["which"])
@@ -328,6 +366,13 @@ class Session:
     def _load_reference(self, document: Mapping[str, Any]) -> dict[str, Any]:
         self._optimizer.load_state_dict(mapping(document["reference"]))
         return {"groups": encode_groups(self._optimizer.param_groups)}
+
+
+def _has_newer(directory: str, generation: int | None) -> bool:
+    """Return whether a store has a checkpoint that is newer than a generation, if one is given."""
+    if generation is None or not os.path.isdir(directory):
+        return False
+    return any(one.generation > generation for one in list_checkpoints(directory))
 
 
 _caught = threading.local()

@@ -34,7 +34,7 @@ class ArrivingStep(StepStrategy):
         """Whether the client was told to send gradients in the present step."""
         self.parts: ChunkParts | None = None
         """Parts of the chunks of the present layout; None until they are needed."""
-        self._told: Layout | None = None
+        self.told: Layout | None = None
         """Layout that the client knows."""
         self.lost: NearError | None = None
         """Why the client is lost, if it was lost after its last gradient had arrived."""
@@ -72,15 +72,18 @@ class ArrivingStep(StepStrategy):
     def layout_document(self) -> dict[str, object]:
         """Return the present layout for the client."""
         parts = self.known_parts()
-        self._told = parts.layout
+        self.told = parts.layout
         names = {p.name: n for p, n in zip(parts.layout.parameters, parts.numbers, strict=True)}
         return encode_layout(parts.layout, names)
 
+    def layout_if_new(self) -> dict[str, object]:
+        """Return a document with the present layout, or with nothing if the client knows it."""
+        is_known = self.told is self._state.layout
+        return {} if is_known else {"layout": self.layout_document()}
+
     def _announce(self, chunks: Sequence[int]) -> None:
         """Tell the client in which order the gradients are wanted, and of a layout that is new."""
-        document: dict[str, object] = {"chunks": list(chunks)}
-        if self._told is not self._state.layout:
-            document["layout"] = self.layout_document()
+        document = {"chunks": list(chunks), **self.layout_if_new()}
         self.announced = True
         self.wire.send_document(Kind.PASS, self.number, document)
 

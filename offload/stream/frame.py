@@ -16,6 +16,8 @@ from offload.device.boundary import HOST
 from offload.format.chunk_plan import ChunkPlan
 from offload.format.digests import ChunkDigests, Digests, one_by_one
 from offload.format.layout import Layout
+from offload.format.model_places import ModelPlaces
+from offload.stream.model_part import ModelPart
 from offload.update.dtypes import DTYPES
 
 Part: TypeAlias = tuple[Buffer, torch.Tensor]
@@ -102,7 +104,13 @@ def tensor_of(buffer: Buffer) -> torch.Tensor:
 class Frame:
     """Memory for one chunk of every state array, and the transfers that use it."""
 
-    def __init__(self, memory: FrameMemory, layout: Layout, parts: Sequence[Part]) -> None:
+    def __init__(
+        self,
+        memory: FrameMemory,
+        layout: Layout,
+        parts: Sequence[Part],
+        model: ModelPart | None = None,
+    ) -> None:
         self.device = memory.device
         self._memory = memory
         self._layout = layout
@@ -110,6 +118,8 @@ class Frame:
         self._bytes: dict[str, torch.Tensor] = {}
         for name, part in zip(frame_sizes(layout), parts, strict=True):
             self._buffers[name], self._bytes[name] = part
+        self.model = model
+        """Memory for the chunk's parameters, if they are written together with the state."""
         self.chunk = -1
         self.futures: list[IOFuture] = []
         self.is_late = False
@@ -174,19 +184,37 @@ class Frame:
         return {name: self.bytes_of(plan, name) for name in plan.arrays}
 
 
-def allocate_frames(memory: FrameMemory, layout: Layout, num_frames: int) -> list[Frame]:
-    """Return frames whose memory is allocated together."""
-    sizes = list(frame_sizes(layout).values())
+def allocate_frames(
+    memory: FrameMemory, layout: Layout, num_frames: int, places: ModelPlaces | None = None
+) -> list[Frame]:
+    """Return frames whose memory is allocated together.
+
+    Args:
+        memory: Allocator.
+        layout: Layout of the chunks.
+        num_frames: Number of frames.
+        places: Places of the chunks' parameters, for frames in host memory that hold them too.
+    """
+    sizes = _sizes(layout, places)
     parts = memory.allocate(sizes * num_frames)
-    return [
-        Frame(memory, layout, parts[n * len(sizes) : (n + 1) * len(sizes)])
-        for n in range(num_frames)
-    ]
+    frames = []
+    for n in range(num_frames):
+        own = parts[n * len(sizes) : (n + 1) * len(sizes)]
+        model = None if places is None else ModelPart(places, *own.pop())
+        frames.append(Frame(memory, layout, own, model))
+    return frames
 
 
-def frames_bytes(memory: FrameMemory, layout: Layout, num_frames: int) -> int:
+def frames_bytes(
+    memory: FrameMemory, layout: Layout, num_frames: int, places: ModelPlaces | None = None
+) -> int:
     """Return the memory in bytes that `allocate_frames` takes."""
-    return memory.footprint_bytes(list(frame_sizes(layout).values()) * num_frames)
+    return memory.footprint_bytes(_sizes(layout, places) * num_frames)
+
+
+def _sizes(layout: Layout, places: ModelPlaces | None) -> list[int]:
+    sizes = list(frame_sizes(layout).values())
+    return sizes if places is None else [*sizes, places.memory_bytes + ALIGNMENT]
 
 
 def frame_bytes(layout: Layout) -> int:
@@ -207,7 +235,7 @@ def check_read(frame: Frame, source: SlotFiles) -> None:
     If an array differs, it is read a second time, into other host memory, to find out whether the
     drive has the right bytes. If it does, the frame is filled again, and the caller goes on.
     """
-    if not frame.futures:
+    if not frame.futures or frame.chunk >= source.layout.num_chunks:
         return  # nothing was read: the chunk has never been written
     for name in source.layout.array_names:
         expected = source.digests[name][frame.chunk]

@@ -15,6 +15,7 @@ from offload.device.compute import Compute
 from offload.device.staging import Traffic
 from offload.format.digests import DigestContext, Run
 from offload.format.layout import Layout
+from offload.format.model_places import ModelPlaces
 from offload.model.model_file import BlockBuffers
 from offload.options import Options
 from offload.stream.drives import Drives
@@ -158,6 +159,8 @@ class WorkingMemory:
                 resident_bytes=resident_bytes,
                 resident_memory=kept_in,
                 verify_reads=options.verify == "always",
+                places=ModelPlaces(layout) if options.parameters == "drive" else None,
+                reads_model=options.parameters == "drive",
             )
         return self.streamer
 

@@ -18,6 +18,7 @@ import torch
 
 from gds import Backend
 from offload.checkpoint.sealed_slot import SlotFiles
+from offload.device.filed import NewValues
 from offload.format.digests import Digests, Run, one_by_one
 from offload.format.layout import Layout
 from offload.store.state_store import StateSlot, StateSource
@@ -119,9 +120,13 @@ class ChunkWork(Protocol):
         ...
 
     def update(
-        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
+        self,
+        chunk: int,
+        arrays: Mapping[str, torch.Tensor],
+        digests: Digests | None = None,
+        model: NewValues = (),
     ) -> None:
-        """Change a chunk in place."""
+        """Change a chunk in place, and fill `model` with the values of its parameters."""
         ...
 
     def prepare(self, chunk: int) -> None:
@@ -225,12 +230,14 @@ class StatePass:
 
     def _update(self, chunk: int, frame: Frame) -> None:
         work = self.updater
+        model = () if frame.model is None else frame.model.values(chunk)
         if frame.device == work.device:
             with self._lock:
-                work.update(chunk, frame.tensors(), frame.digests)
+                work.update(chunk, frame.tensors(), frame.digests, model)
             return
         with frame.copied_to_host(changes=True) as arrays, self._lock:
-            work.update(chunk, arrays)  # no byte is final before it is sent back to the frame
+            # No byte is final before it is sent back to the frame.
+            work.update(chunk, arrays, None, model)
 
 
 @contextmanager

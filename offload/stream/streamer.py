@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import cast
 
 from gds import IOFuture
 from gds.waiting import Monitor
@@ -21,6 +22,8 @@ from offload.checkpoint.recut.source import RecutSource
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.format.digests import Run, one_by_one
 from offload.format.layout import Layout
+from offload.format.model_places import ModelPlaces
+from offload.store.slots.slot import OpenSlot
 from offload.stream.frame import (
     Frame,
     FrameMemory,
@@ -43,6 +46,11 @@ class Streamer:
         resident_bytes: Memory for all resident chunks together, in bytes.
         resident_memory: Memory of the resident chunks; None for that of the other frames.
         verify_reads: Whether every chunk that is read is compared with its digest.
+        places: Places of the chunks' parameters in the model file, if they are written together
+            with the state; None if only seals write them. Those of resident chunks are left to
+            seals, as their state is.
+        reads_model: Whether parameters are also read together with the state, because some of them
+            are nowhere else.
     """
 
     def __init__(
@@ -55,8 +63,12 @@ class Streamer:
         resident_bytes: int = 0,
         resident_memory: FrameMemory | None = None,
         verify_reads: bool = False,
+        places: ModelPlaces | None = None,
+        reads_model: bool = False,
     ) -> None:
         self.layout = layout
+        self.writes_model = places is not None
+        self.reads_model = reads_model
         self._verify_reads = verify_reads
         nbytes = frame_bytes(layout)
         kept_in = memory if resident_memory is None else resident_memory
@@ -67,11 +79,11 @@ class Streamer:
         frames = allocate_frames(kept_in, layout, len(resident))
         self._resident = dict(zip(resident, frames, strict=True))
         num_frames = min(ring_chunks, layout.num_chunks - len(resident))
-        self._frames = allocate_frames(memory, layout, num_frames)
+        self._frames = allocate_frames(memory, layout, num_frames, places)
         """All frames of the ring."""
         self._free = [*self._frames]
         self._num_frames = num_frames
-        self.ring_bytes = frames_bytes(memory, layout, num_frames)
+        self.ring_bytes = frames_bytes(memory, layout, num_frames, places)
         self.resident_bytes = frames_bytes(kept_in, layout, len(resident))
         self._held: set[int] = set()
         """Resident chunks whose memory holds their current state."""
@@ -192,6 +204,8 @@ class Streamer:
                 if buffer.nbytes:
                     file = files[plan.arrays[name].file_name]
                     frame.futures.append(file.write(buffer, offset))
+            if frame.model is not None:
+                frame.model.write(chunk, cast(OpenSlot, target), run, frame.futures)
         except Exception as error:
             with self._changed:
                 self.error = self.error or error
@@ -222,9 +236,27 @@ class Streamer:
         """
         with self._changed:
             self.raise_error()
-            pending = [f for frame in self._writing.values() for f in frame.futures]
+            pending = [(frame, frame.futures) for frame in self._writing.values()]
             self._flushing, self._dirty = self._dirty, set()
             return Flush(self, pending, sorted(self._flushing))
+
+    def wait_ended(self, writes: Sequence[tuple[Frame, Sequence[IOFuture]]]) -> None:
+        """Wait until the end of writes, given with their frames, has been recorded."""
+
+        def have_ended() -> bool:
+            """Return whether no frame is still in the given write."""
+            return not any(
+                self._writing.get(frame.chunk) is frame and frame.futures is futures
+                for frame, futures in writes
+            )
+
+        self._changed.wait_until(have_ended)
+
+    def wait_written(self, chunks: Iterable[int]) -> None:
+        """Wait until no write of these chunks is in progress; raise the first write's error."""
+        waited = set(chunks)
+        self._changed.wait_until(lambda: waited.isdisjoint(self._writing))
+        self.raise_error()
 
     def thaw(self) -> None:
         """Mark the chunks of `flush` as dirty again. None of them has been written."""
@@ -318,8 +350,10 @@ class Streamer:
 
     def _written(self, frame: Frame) -> None:
         """Free a frame whose writes have ended, or could not all be started."""
-        for future in frame.futures:
-            self.error = self.error or _error_of(future)
+        errors = [error for future in frame.futures if (error := _error_of(future))]
+        self.error = self.error or next(iter(errors), None)
+        if frame.model is not None:
+            frame.model.writes_ended(succeeded=not errors)
         if self._writing.get(frame.chunk) is not frame:
             return
         del self._writing[frame.chunk]
@@ -369,11 +403,11 @@ class Streamer:
     def _read(self, frame: Frame, chunk: int) -> None:
         """Start the reads of a chunk, and record each started read in the frame."""
         source = self._source
-        if source is None or chunk >= source.layout.num_chunks:
-            return
-        if isinstance(source, RecutSource):
-            return  # `take` fills the frame
-        if source.has_arrived(chunk):
+        if source is None or isinstance(source, RecutSource):
+            return  # there is no state; or `take` fills the frame
+        if chunk >= source.layout.num_chunks:  # parameters that had no state before
+            self._read_parameters(frame, chunk, source)
+        elif source.has_arrived(chunk):
             self._start_reads(frame, chunk, source)
         else:
             frame.is_late = True  # `take` waits and reads; nothing is started for it before
@@ -387,13 +421,21 @@ class Streamer:
             if buffer.nbytes:
                 file = files[plan.arrays[name].file_name]
                 frame.futures.append(file.read(buffer, offset))
+        self._read_parameters(frame, chunk, source)
+
+    def _read_parameters(self, frame: Frame, chunk: int, source: SlotFiles) -> None:
+        if self.reads_model and frame.model is not None:
+            frame.model.read(chunk, source, frame.futures)
 
 
 class Flush:
     """All state that is not yet on storage when a checkpoint is requested."""
 
     def __init__(
-        self, streamer: Streamer, pending: Sequence[IOFuture], chunks: Sequence[int]
+        self,
+        streamer: Streamer,
+        pending: Sequence[tuple[Frame, Sequence[IOFuture]]],
+        chunks: Sequence[int],
     ) -> None:
         self._streamer = streamer
         self._pending = list(pending)
@@ -404,13 +446,23 @@ class Flush:
         while self._chunks:
             frame = self._streamer._resident[self._chunks[0]]
             self._streamer._write(frame, target, one_by_one)  # training uses the pool meanwhile
-            self._pending += frame.futures
+            self._pending.append((frame, frame.futures))
             self._chunks.popleft()
+
+    def wait_parameters(self) -> None:
+        """Wait until everything has been written, if that includes parameters.
+
+        Only then is it known which parameters the model file holds.
+        """
+        if self._streamer.writes_model:
+            self.wait()
+            self._streamer.wait_ended(self._pending)
 
     def wait(self) -> None:
         """Wait until everything has been written."""
-        for write in self._pending:
-            write.result()
+        for _, writes in self._pending:
+            for write in writes:
+                write.result()
 
     def abandon(self) -> None:
         """Keep the chunks whose writes have not been started in memory only, for a later seal."""

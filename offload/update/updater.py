@@ -11,7 +11,7 @@ edited value keeps the old lower half, which is less than half a step of bf16.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
@@ -19,11 +19,14 @@ import torch
 
 from offload.device.boundary import HOST, Event, boundary_of, marks_of
 from offload.device.compute import Compute
+from offload.device.filed import FiledTensor, FiledTensors, NewValues
 from offload.device.staging import FlatTensors, StagedTensors, Traffic, flat_tensors
 from offload.errors import UnsupportedParameterError
 from offload.format.arrays import MASTER_LOW
 from offload.format.digests import LEAF_BYTES, Digests
 from offload.format.layout import Layout
+from offload.gradients import SpilledTensors, is_spilled
+from offload.update.coding.decoder import copy_values
 from offload.update.device_step import DeviceStep, require_steppable
 from offload.update.kept_state import Scalars
 from offload.update.kernel import KernelStep, UpdateKernel
@@ -54,6 +57,7 @@ class ChunkUpdater(ABC):
     device: torch.device
     """Device on which chunks are updated."""
 
+    _live: FlatTensors
     _gradients: FlatTensors
     _codes: Sequence[StepCode]
     """Code that steps elements: each takes what it can, and the last one everything."""
@@ -91,9 +95,16 @@ class ChunkUpdater(ABC):
         """Wait until the data that `prepare` requested has arrived."""
 
     def update(
-        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
+        self,
+        chunk: int,
+        arrays: Mapping[str, torch.Tensor],
+        digests: Digests | None = None,
+        model: NewValues = (),
     ) -> None:
-        """Step one chunk. On return, the memory of `arrays` is free for other uses."""
+        """Step one chunk. On return, the memory of `arrays` is free for other uses.
+
+        The new values of parameters are copied into `model`: those that are not stepped as well.
+        """
         with self._loaded(chunk, arrays, digests) as loaded:
             numbers = np.arange(len(self._layout.plans[chunk].pieces))
             calls: list[Call] = []
@@ -105,6 +116,7 @@ class ChunkUpdater(ABC):
                 if not len(numbers):
                     break
             self._run(calls)
+            copy_values(self._live, model)
             for code in asked:
                 code.done(loaded)
 
@@ -153,6 +165,9 @@ class HostUpdater(ChunkUpdater):
         inputs: Everything that the step computes with.
         kernel: Kernel that steps the parameters that it can; None for torch's code only.
         traffic: Counter of the bytes that cross between the host and the parameters' device.
+        copies_all: Whether parameters that are not stepped are copied from their device as well,
+            because `update` is given memory for them.
+        unwritten: Parameters whose values the slot lacks, so that their chunks are written.
     """
 
     device = HOST
@@ -165,6 +180,8 @@ class HostUpdater(ChunkUpdater):
         *,
         kernel: UpdateKernel | None = None,
         traffic: Traffic | None = None,
+        copies_all: bool = False,
+        unwritten: Container[int] = (),
     ) -> None:
         # State that is stored exactly needs the bits of torch's default step; see
         # `UpdateRule.fused`.
@@ -172,25 +189,51 @@ class HostUpdater(ChunkUpdater):
         keys = StepKeys(rule, pool, inputs, may_fuse=may_fuse)
         super().__init__(inputs.layout, keys)
         self._pool = pool
+        self._copies_all = copies_all
+        self._unwritten = unwritten
         traffic = traffic or Traffic()
-        live = flat_tensors(inputs.parameters, writable=True, traffic=traffic)
+        if any(isinstance(parameter, FiledTensor) for parameter in inputs.parameters):
+            live: FlatTensors = FiledTensors(inputs.parameters, writable=True, traffic=traffic)
+        else:
+            live = flat_tensors(inputs.parameters, writable=True, traffic=traffic)
+        self._live = live
         self._gradients = FlatTensors(inputs.gradients, writable=False)
-        self._staged: list[StagedTensors] = []
-        if isinstance(live, StagedTensors):
-            staged = StagedTensors(inputs.gradients, writable=False, traffic=traffic)
+        self._staged = [live] if isinstance(live, StagedTensors) else []
+        are_spilled = any(map(is_spilled, inputs.gradients))
+        if self._staged or are_spilled:
+            kind = SpilledTensors if are_spilled else StagedTensors
+            staged = kind(inputs.gradients, writable=False, traffic=traffic)
             self._gradients = staged
-            self._staged = [live, staged]
-            self.stages = True
+            self._staged.append(staged)
+        self.stages = bool(self._staged)
         codes: list[StepCode] = [TorchStep(keys, inputs, live, self._gradients)]
         if kernel is not None:
             codes.insert(0, KernelStep(kernel, keys, inputs, live, self._gradients))
         self._codes = codes
 
+    def touched(self, chunk: int) -> bool:
+        """Return whether any parameter in the chunk has a gradient, or has to be written."""
+        pieces = self._layout.plans[chunk].pieces
+        return super().touched(chunk) or any(p.parameter in self._unwritten for p in pieces)
+
+    def update(
+        self,
+        chunk: int,
+        arrays: Mapping[str, torch.Tensor],
+        digests: Digests | None = None,
+        model: NewValues = (),
+    ) -> None:
+        """Step one chunk, in which `model` has the values of parameters that are in no memory."""
+        if isinstance(self._live, FiledTensors):
+            self._live.place(model)
+        super().update(chunk, arrays, digests, model)
+
     def prepare(self, chunk: int) -> None:
         """Begin to copy a chunk's parameters and gradients from their device to the host."""
         keys = self._keys.of
         pieces = self._layout.plans[chunk].pieces
-        pieces = tuple(p for p in pieces if keys[p.parameter].is_updated)
+        if not self._copies_all:
+            pieces = tuple(p for p in pieces if keys[p.parameter].is_updated)
         for tensors in self._staged:
             tensors.prepare(chunk, pieces, lambda index: keys[index].has_gradient)
 
@@ -255,7 +298,7 @@ class DeviceUpdater(ChunkUpdater):
                         f"but its state was updated on {self.device} before: move it back"
                     )
         self._compute = compute
-        live = FlatTensors(parameters, writable=True)
+        self._live = live = FlatTensors(parameters, writable=True)
         self._gradients = FlatTensors(gradients, writable=False)
         self._begun = list(marks_of([*parameters, *gradients]).values())
         self._given: dict[int, Event] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -114,12 +115,33 @@ def test_a_server_marks_nothing_for_others(run: Run, served: Served) -> None:
     assert (code, "run it there" in error) == (2, True)
 
 
-def test_torch_is_not_loaded(served: Served) -> None:
+def test_the_link_is_measured_for_the_size_of_a_run(run: Run, served: Served) -> None:
+    drives = ("--read", "1000", "--write", "1000", "--set", "update_gbps=1000")
+    code, out, error = run("size", "1B", "--link", served.url, "--json", *drives)
+    assert (code, error) == (0, "")
+    found = json.loads(out)
+    rates = found["link"]
+    assert {*rates} == {"to_server", "from_server", "both"}
+    assert all(rate > 0 for rate in rates.values())
+    (there,) = (step for step in found["steps"] if step["place"] == "storage")
+    assert there["limited_by"] == "the network"
+    assert there["seconds"] == pytest.approx(2 / rates["both"])
+    code, out, _ = run("size", "1B", "--link", served.url)
+    assert (code, "both at once" in out) == (0, True)
+    code, _, error = run("size", "1B", "--link", "offload+unix:///nowhere/s/run")
+    assert (code, error.count("\n"), "cannot be reached" in error) == (1, 1, True)
+    code, _, error = run("size", "1B", "--link", str(served.store))
+    assert (code, "is not the address of a run on a server" in error) == (1, True)
+
+
+@pytest.mark.parametrize("command", [["ls", "URL"], ["size", "1B", "--link", "URL"]])
+def test_torch_is_not_loaded(served: Served, command: list[str]) -> None:
+    words = ["offload", *(served.url if word == "URL" else word for word in command)]
     code = (
-        f"import sys; sys.argv = ['offload', 'ls', {served.url!r}]\n"
+        f"import sys; sys.argv = {words!r}\n"
         "from offload.cli import main\n"
         "try:\n    main()\nexcept SystemExit:\n    print('torch' in sys.modules)\n"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    program = [sys.executable, "-c", code]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"

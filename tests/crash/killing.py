@@ -18,13 +18,14 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from offload import DriveTuning, EverySteps, LastK, ParametersOnly, Retention, SealHandle
 from tests.forking import serve
 from tests.stores.training import Model, backward, optimizer_for, options
 
 PLAN = "killing.json"
-"""What is to be done: ``keep``, ``drives``, ``only``, ``num_kills`` and ``seed``."""
+"""What is to be done: ``keep``, ``drives``, ``only``, ``num_kills``, ``seed``, ``parameters``."""
 
 SEAL_EVERY = 3
 ONLY_EVERY = 2 * SEAL_EVERY
@@ -48,7 +49,13 @@ def policy_of(keep: int, *, only: bool) -> Retention:
     return newest | ParametersOnly(EverySteps(ONLY_EVERY)) if only else newest
 
 
-def train(directories: list[str], keep: Retention, last_step: int, pipe: int) -> None:
+def train(
+    directories: list[str],
+    keep: Retention,
+    last_step: int,
+    pipe: int,
+    parameters: Literal["drive"] | None = None,
+) -> None:
     """Open the store, restore, train to the last step, sealing behind training; say so."""
 
     def tell(what: bytes, step: int = 0) -> None:
@@ -56,7 +63,8 @@ def train(directories: list[str], keep: Retention, last_step: int, pipe: int) ->
 
     model = Model()
     tell(OPENING)
-    settings = options(drives=DriveTuning(shares=SHARES[: len(directories)]))
+    tuning = DriveTuning(shares=SHARES[: len(directories)])
+    settings = options(drives=tuning, parameters=parameters)
     optimizer = optimizer_for(model, directories, settings, keep=keep)
     tell(RESTORING)
     found = optimizer.restore()
@@ -82,9 +90,17 @@ def train(directories: list[str], keep: Retention, last_step: int, pipe: int) ->
 class Killer:
     """Forks children one after the other and kills them at moments that a seed chooses."""
 
-    def __init__(self, directory: str, keep: Retention, drives: int, seed: int) -> None:
+    def __init__(
+        self,
+        directory: str,
+        keep: Retention,
+        drives: int,
+        seed: int,
+        parameters: Literal["drive"] | None,
+    ) -> None:
         self.directories = [directory, *(f"{directory}-{k}" for k in range(1, drives))]
         self.keep = keep
+        self.parameters = parameters
         self.rng = random.Random(seed)
         self.acknowledged = 0
         self.phases: Counter[str] = Counter()
@@ -101,7 +117,7 @@ class Killer:
         if pid == 0:
             os.close(reading)
             try:
-                train(self.directories, self.keep, last_step, writing)
+                train(self.directories, self.keep, last_step, writing, self.parameters)
             except BaseException:  # noqa: BLE001  (a fork must not run its parent's code)
                 traceback.print_exc()
                 os._exit(3)
@@ -138,11 +154,11 @@ def kill_at_random_moments(parent: str) -> None:
     """Do what the plan says, let the last child reach the end, and print how it went, as JSON."""
     directory = f"{parent}/stores"
     plan = json.loads(Path(parent, PLAN).read_text())
-    drives, num_kills, seed = (plan[k] for k in ("drives", "num_kills", "seed"))
+    drives, num_kills, *others = (plan[k] for k in ("drives", "num_kills", "seed", "parameters"))
     keep = policy_of(plan["keep"], only=plan["only"])
     os.mkdir(directory)
-    killer = Killer(f"{directory}/killed", keep, drives, seed)
-    measured = Killer(f"{directory}/measured", keep, drives, seed)
+    killer = Killer(f"{directory}/killed", keep, drives, *others)
+    measured = Killer(f"{directory}/measured", keep, drives, *others)
     _, longest = measured.live(STEPS_OF_A_LIFE)
     num_killed = 0
     while num_killed < num_kills:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -91,14 +92,16 @@ class Promise:
 
 @dataclass(frozen=True)
 class Case:
-    """A scene, how many checkpoints its store keeps, and on how many drives."""
+    """A scene, how many checkpoints its store keeps, on how many drives, and what steps write."""
 
     scene: str
     keep: int
     drives: int = 1
+    parameters: Literal["drive"] | None = None
 
     def __str__(self) -> str:
         drives = f"-drives={self.drives}" if self.drives > 1 else ""
+        drives += f"-parameters={self.parameters}" if self.parameters else ""
         return f"{self.scene.replace(' ', '-')}-keep={self.keep}{drives}"
 
     def play(self, backend: Backend, kind: type[Trainer] | None = None) -> None:
@@ -162,7 +165,12 @@ class Trainer:
         self.optimizer: AdamW = optimizer_for(
             self.model,
             list(DIRECTORIES[: self.case.drives]),
-            options(self.backend, drives=tuning, host_memory=self.host_memory),
+            options(
+                self.backend,
+                drives=tuning,
+                host_memory=self.host_memory,
+                parameters=self.case.parameters,
+            ),
             keep=self.case.policy,
             fresh=fresh,
             with_head=self.case.has_head and _num_groups(self.backend) == 2,
@@ -391,6 +399,9 @@ SMOKE = [
     Case("three checkpoints", 1, 2),
     Case("added group", 1, 2),
     Case("parameters only", 1, 2),
+    Case("sealed behind training", 1, 2, "drive"),
+    Case("resident state", 1, 1, "drive"),
+    Case("added group", 1, 1, "drive"),
 ]
 CASES = [
     *SMOKE,
@@ -404,4 +415,10 @@ CASES = [
     Case("started over", 1, 2),
     Case("gone back", 2, 2),
     Case("sealed twice", 1, 3),
+    *[
+        case
+        for scene in SCENES
+        for keep in (1, 2)
+        if (case := Case(scene, keep, 1, "drive")) not in SMOKE
+    ],
 ]

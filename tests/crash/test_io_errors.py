@@ -46,6 +46,8 @@ SMOKE: list[tuple[Kind, Case, bool]] = [
     ("make_dir", Case("resident state", 2), True),
     ("open", Case("two processes", 1, 2), False),
     *((kind, Case("parameters only", 1), False) for kind in ("rename", "create", "sync_dir")),
+    *((kind, Case("sealed behind training", 1, 1, "drive"), False) for kind in ("read", "write")),
+    ("write", Case("resident state", 1, 1, "drive"), True),
 ]
 """Kinds, cases, and whether they fail for ever."""
 

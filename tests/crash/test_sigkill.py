@@ -27,10 +27,12 @@ NUM_KILLS = int(os.environ.get("NUM_KILLS", "48" if FULL else "0"))
 IS_CAMPAIGN = NUM_KILLS > 0
 HALF = NUM_KILLS // 2
 CASES = [
-    *[(1, 1, False, NUM_KILLS), (2, 1, False, NUM_KILLS), (1, 3, False, HALF)],
-    *[(2, 2, False, HALF), (1, 1, True, HALF), (2, 2, True, HALF)],
+    *[(1, 1, False, None, NUM_KILLS), (2, 1, False, None, NUM_KILLS), (1, 3, False, None, HALF)],
+    *[(2, 2, False, None, HALF), (1, 1, True, None, HALF), (2, 2, True, None, HALF)],
+    *[(1, 1, False, "drive", NUM_KILLS), (2, 2, False, "drive", HALF)],
 ]
-SMOKE = [(1, 1, False, 4), (2, 2, False, 4), (1, 2, True, 4)]
+SMOKE = [(1, 1, False, None, 4), (2, 2, False, None, 4), (1, 2, True, None, 4)]
+SMOKE += [(1, 1, False, "drive", 4)]
 
 TIMEOUT_S = 20.0
 """For one kill, which takes less than a second."""
@@ -44,26 +46,28 @@ def children() -> Iterator[Children]:
 
 
 @pytest.mark.parametrize(
-    ("keep", "drives", "only", "num_kills"),
+    ("keep", "drives", "only", "parameters", "num_kills"),
     CASES if IS_CAMPAIGN else SMOKE,
 )
 def test_killed_at_random_moments(
     keep: int,
     drives: int,
     only: bool,
+    parameters: str | None,
     num_kills: int,
     children: Children,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
     plan = {"keep": keep, "drives": drives, "only": only, "num_kills": num_kills, "seed": SEED}
+    plan["parameters"] = parameters
     (tmp_path / killing.PLAN).write_text(json.dumps(plan))
     pid = children.start(killing.kill_at_random_moments, tmp_path)
     ended = children.wait(pid, tmp_path, 300.0 + TIMEOUT_S * num_kills)
     assert ended.status == 0, ended.output
     assert "Traceback" not in ended.output
     result = json.loads(ended.output.splitlines()[-1])
-    print(f"KILL_SEED={SEED}, keep={keep}, drives={drives}, only={only}: {result}")
+    print(f"KILL_SEED={SEED}, {plan}: {result}")
     record_property("kills", result["killed"])
 
     assert result["killed"] == num_kills == sum(result["phases"].values())

@@ -32,7 +32,7 @@ from tests.fake_gpu.streams import GARBAGE, Streams
 
 _PACKAGE = offload.__path__[0] + "/"
 _TORCH = torch.__path__[0] + "/"
-_PASSED_THROUGH = {"forward_plan.py", "applied_gradient.py", "watch.py"}
+_PASSED_THROUGH = {"forward_plan.py", "applied_gradient.py", "watch.py", "mover.py", "outside.py"}
 """Of the library: modes and subclasses that call on what the training loop has called."""
 
 _VIEWS = {

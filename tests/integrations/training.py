@@ -113,6 +113,7 @@ class Case:
     factory: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict)
     overlap: str | None = None
+    gradients: str | None = None
     backend: Backend | None = None
     callback: dict[str, Any] = field(default_factory=dict)
 
@@ -146,6 +147,7 @@ class Case:
         options = offload.Options(
             chunk_bytes=4096,
             overlap=self.overlap,
+            gradients=self.gradients,
             backend=self.backend,
             allow_volatile=self.backend is not None,
         )

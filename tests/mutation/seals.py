@@ -364,4 +364,32 @@ with leaving:
         ),
         ("tests/numerics/test_frozen.py",),
     ),
+    Mutation(
+        "seal-no-wait-for-parameters",
+        "wait for the writes of parameters by steps before the seal writes edits of them",
+        (
+            Edit(
+                "offload/engine/seal.py",
+                """\
+        self._flush.wait_parameters()
+""",
+                "",
+            ),
+        ),
+        ("tests/numerics/test_parameters_on_drive.py",),
+    ),
+    Mutation(
+        "step-parameters-still-known",
+        "a leaf of the model file is unknown before a step begins to write some of it",
+        (
+            Edit(
+                "offload/stream/model_part.py",
+                """\
+            known.note_leaves(first, [None] * (last - first))
+""",
+                "            pass\n",
+            ),
+        ),
+        ("tests/numerics/test_parameters_on_drive.py",),
+    ),
 )

@@ -34,6 +34,7 @@ class Recorded:
             optimizer.pin("best")
             optimizer.restore()
             train(model, optimizer, 2, 2)
+            optimizer.load_state_dict(optimizer.full_state_dict())
         proxy.close()
         self.frames = [frame for way, frame in proxy.frames if way == "up"]
         hellos = [frame for frame in self.frames if frame[4] == HELLO]

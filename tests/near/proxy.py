@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-RESULT, PASS, GRADIENT, PARAMETER, END = 3, 5, 6, 7, 10
+RESULT, PASS, GRADIENT, PARAMETER, TENSOR, END = 3, 5, 6, 7, 8, 10
 
 Way = Literal["up", "down"]
 Fate = Literal["pass", "lose", "cut", "truncate", "flip"]
@@ -71,6 +71,7 @@ class Proxy:
                 server.connect(self._upstream)
             except OSError:
                 client.close()
+                server.close()
                 continue
             self._pairs.append((client, server))
             for way, source, target in (("up", client, server), ("down", server, client)):

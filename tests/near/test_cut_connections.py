@@ -15,7 +15,7 @@ from tests.near.proxy import GRADIENT, PARAMETER, PASS, RESULT, Fate, Proxy, Way
 from tests.near.servers import Server
 from tests.near.training import are_same, copied, expected, make_model, make_optimizer, train
 
-CALL = 2
+CALL, BLOB = 2, 9
 LAST = 4
 
 
@@ -151,6 +151,44 @@ def test_a_fresh_run_that_was_lost_keeps_its_own_checkpoints(
             found = optimizer.restore()
             assert found is not None
             assert (found.step, found.train_state) == (1, ["new"])
+
+
+@pytest.mark.parametrize("kind", [CALL, BLOB], ids=["step", "seal"])
+@pytest.mark.parametrize("has_older", [True, False], ids=["fresh", "new"])
+def test_a_run_that_was_lost_before_its_first_checkpoint_is_not_continued(
+    has_older: bool,
+    kind: int,
+    proxy: Proxy,
+    server: Server,
+    values: list[dict[str, torch.Tensor]],
+    request: pytest.FixtureRequest,
+) -> None:
+    """As with a store of this machine: neither from an older run, nor from nothing."""
+    run = _name(request)
+    if has_older:
+        model = make_model()
+        with make_optimizer(model, server.url(run)) as optimizer:
+            train(model, optimizer, 1, 3)
+            optimizer.checkpoint(["old"]).result()
+    model = make_model()
+    optimizer = make_optimizer(model, proxy.url(run), fresh=has_older)
+    train(model, optimizer, 1, 1)
+    proxy.rule = after(0, "up", kind, "cut")
+    with pytest.raises(NearError):
+        optimizer.checkpoint(["new"]) if kind == BLOB else optimizer.step()
+    proxy.rule = lambda _way, _kind: "pass"
+    # Somebody else opens and leaves the run, so that the server knows the client no more.
+    make_optimizer(make_model(), server.url(run)).close()
+    for _ in range(2):
+        with pytest.raises(BrokenOptimizerError, match="construct model and optimizer again"):
+            optimizer.restore()
+        with pytest.raises((BrokenOptimizerError, NearError), match="restore"):
+            optimizer.step()
+    model = make_model()
+    with make_optimizer(model, proxy.url(run)) as again:
+        found = again.restore()
+        assert (found and found.train_state) == (["old"] if has_older else None)
+        assert are_same(copied(model), values[3 if has_older else 0])
 
 
 def test_a_checkpoint_whose_result_is_lost_is_in_doubt_and_there(

@@ -48,7 +48,7 @@ class Changing:
 
     def __init__(self, chance: Random, way: Way) -> None:
         self._chance, self._way = chance, way
-        self._left = chance.randrange(14)
+        self._left = chance.randrange(24)
         self.what = "nothing"
 
     def __call__(self, way: Way, header: bytes, content: bytes) -> bytes:
@@ -115,6 +115,7 @@ def _converse(url: str) -> None:
         optimizer.pin("a")
         optimizer.unpin("a")
         optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.load_state_dict(optimizer.full_state_dict())
         optimizer.stats()
         train(model, optimizer, 3, 3)
         optimizer.restore()

@@ -163,9 +163,13 @@ TERMS: dict[str, Change] = {
     "chunk-fraction": put("options", "chunk_bytes", 65536.5),
     "host-memory": put("options", "host_memory", "/dev/shm"),
     "host-memory-list": put("options", "host_memory", ["8GiB"]),
+    "host-memory-large": put("options", "host_memory", "3GiB"),
+    "ring": put("options", "ring_chunks", 1 << 40),
+    "chunk-large": put("options", "chunk_bytes", 1 << 30),
     "train-state": put("options", "train_state_bytes", 1 << 50),
     "state": put("options", "state_dtype", "float8"),
     "threads": put("options", "drives", "threads", "3"),
+    "many-threads": put("options", "drives", "threads", 1 << 20),
     "shares": put("options", "drives", "shares", [0]),
     "drives": put("options", "drives", []),
 }
@@ -257,11 +261,20 @@ CALLS: dict[str, tuple[str, Change]] = {
     "restore-list": ("restore", put("which", [1])),
     "restore-step": ("restore", put("which", 10**18)),
     "restore-nothing": ("restore", lambda _: {"call": "restore"}),
-    "handle": ("sealed", put("handle", 10**6)),
-    "handle-text": ("sealed", put("handle", "1")),
     "find": ("pin", lambda _: {"call": "find", "position": {"path": "/"}}),
     "find-list": ("pin", lambda _: {"call": "find", "position": []}),
     "reference": ("pin", lambda _: {"call": "load_reference", "reference": {"param_groups": 5}}),
+    "state-list": ("load_state", put("state", [1])),
+    "state-far": ("load_state", put("state", 0, 0, 99)),
+    "state-text": ("load_state", put("state", 0, 0, "0")),
+    "state-scalars": ("load_state", put("state", 0, 1, [["step", "f32", "1e999"]])),
+    "state-steps": ("load_state", put("state", 0, 1, [["step", "f32", "-1.0"]])),
+    "state-array": ("load_state", put("state", 0, 2, {"../exp_avg": "F32"})),
+    "state-dtype": ("load_state", put("state", 0, 2, "exp_avg", "U8")),
+    "state-no-dtype": ("load_state", put("state", 0, 2, "exp_avg", "float32")),
+    "state-groups": ("load_state", put("groups", [])),
+    "state-count": ("load_state", put("steps", -1)),
+    "state-count-text": ("load_state", put("steps", "x")),
     "chunks": ("pin", lambda _: {"call": "parameters", "chunks": [10**6]}),
 }
 
@@ -280,6 +293,37 @@ def test_a_call_that_no_client_makes_is_refused(
             message = peer.error()
             assert message or name in ("unknown", "no-name")
             assert len(message) < 2000
+
+
+@pytest.mark.parametrize("handle", [10**6, "1", None, [1], -1])
+@pytest.mark.parametrize("run", ["attacked", "others", ["others"]], ids=["own", "other", "list"])
+def test_a_question_about_a_seal_that_no_client_asks_is_refused(
+    handle: object, run: object, server: Server, recorded: Recorded
+) -> None:
+    with Peer(server) as peer, Peer(server) as asking:
+        terms = {**recorded.terms, "run": "attacked", "fresh": True}
+        peer.greet()
+        peer.document(HELLO, 0, terms)
+        _, welcome = peer.answer()
+        secret = json.loads(welcome)["secret"]
+        question = {"what": "sealed", "run": run, "secret": secret, "handle": handle}
+        asking.document(HELLO, 0, {"read": {**question, "timeout_s": None}, "token": None})
+        assert 0 < len(asking.error()) < 2000
+
+
+@pytest.mark.parametrize(("up", "down"), [(-1, 0), (0, 1 << 40), ("1", 1), (None, 1), (1025, 1)])
+def test_a_measurement_of_the_link_without_end_is_refused(
+    up: object, down: object, server: Server
+) -> None:
+    with Peer(server) as peer:
+        question = {"what": "link", "run": "attacked", "up": up, "down": down}
+        peer.document(HELLO, 0, {"read": question, "token": None})
+        assert 0 < len(peer.error()) < 2000
+    with Peer(server) as peer:
+        question = {"what": "link", "run": "attacked", "up": 1, "down": 0}
+        peer.document(HELLO, 0, {"read": question, "token": None})
+        peer.send(BLOB, 0, nbytes=1 << 40)
+        assert peer.error() == ""
 
 
 def _pass(peer: Peer, recorded: Recorded) -> list[int]:
@@ -326,6 +370,23 @@ def test_an_edit_of_something_else_than_it_says_is_refused(
         edit = {"call": "edit", "chunks": [], "tensors": [1]}
         peer.document(CALL, 1, edit)
         peer.send(kind, 1, b"1234567", index=index)
+        assert peer.error() == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [(TENSOR, 0), (TENSOR, 7), (TENSOR, 1 << 40), (PARAMETER, None), (BLOB, None), (END, 0)],
+)
+def test_state_of_another_length_than_was_asked_for_ends_the_connection(
+    kind: int, length: int | None, server: Server, recorded: Recorded
+) -> None:
+    with Peer(server) as peer:
+        assert peer.enter({**recorded.terms, "run": "attacked", "fresh": True}) == ""
+        peer.document(CALL, 1, recorded.calls["load_state"])
+        found, content = peer.answer()
+        assert found == PASS
+        first, last = json.loads(content)["range"]
+        peer.send(kind, 1, bytes(4 * (last - first)), nbytes=length)
         assert peer.error() == ""
 
 

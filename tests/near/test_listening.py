@@ -15,7 +15,15 @@ from offload.errors import NearError
 from tests.dying import dying
 from tests.near.peers import HELLO, Peer
 from tests.near.servers import Server, serving
-from tests.near.training import are_same, copied, expected, make_model, make_optimizer, train
+from tests.near.training import (
+    are_same,
+    copied,
+    expected,
+    make_model,
+    make_optimizer,
+    options,
+    train,
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -53,6 +61,16 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> Non
         third = _command("serve", str(server.runs), "--listen", f"unix:{server.socket}")
         assert third.returncode != 0
         assert server.socket.read_text() == "a file of the user"
+
+
+def test_a_run_gets_as_much_memory_as_the_server_allows(tmp_path: Path) -> None:
+    with serving(tmp_path, "--host-memory", "1MB") as server:
+        with pytest.raises(offload.errors.OffloadError, match="offload serve --host-memory"):
+            make_optimizer(make_model(), server.url("run"), options=options(ring_chunks=16))
+        assert not (server.runs / "run").exists()
+        with make_optimizer(make_model(), server.url("run"), options=options(ring_chunks=15)):
+            pass
+    assert _command("serve", str(tmp_path), "--host-memory", "much").returncode == 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import offload
 from gds import MemoryBackend
@@ -39,8 +38,9 @@ class Custom(offload.LastK):
         ({"backend": MemoryBackend()}, "backend="),
         ({"placement": "device"}, 'placement="device"'),
         ({"host_memory": "/mnt/cxl"}, "host_memory="),
+        ({"parameters": "drive"}, "parameters="),
     ],
-    ids=["backward", "tier", "backend", "device", "dax"],
+    ids=["backward", "tier", "backend", "device", "dax", "parameters"],
 )
 def test_options_that_need_the_state_here(
     server: Server, settings: dict[str, Any], named: str
@@ -62,24 +62,6 @@ def test_objects_that_a_server_would_have_to_import(server: Server) -> None:
     with pytest.raises(NearError, match=r"keep=.* cannot be sent to a server"):
         make_optimizer(model, directory=server.url("own"), keep=Custom(2))
     assert not (server.runs / "own").exists()
-
-
-def test_state_that_would_have_to_cross(server: Server, tmp_path: Path) -> None:
-    model = make_model()
-    with make_optimizer(model, directory=tmp_path / "run") as local:
-        step(local)
-        whole = local.full_state_dict()
-    with make_optimizer(model, directory=server.url("state")) as optimizer:
-        step(optimizer)
-        with pytest.raises(NearError, match="offload export"):
-            optimizer.full_state_dict()
-        with pytest.raises(NearError, match="offload export"), optimizer.materialized():
-            pass
-        with pytest.raises(NearError, match="offload import"):
-            optimizer.load_state_dict(whole)
-        step(optimizer)  # as if nothing had been asked
-        assert optimizer.num_steps == 2
-        optimizer.checkpoint({}).result()
 
 
 @pytest.mark.parametrize(
@@ -117,13 +99,3 @@ def test_a_second_client_of_a_run(server: Server) -> None:
             make_optimizer(make_model(), directory=server.url("twice"))
         step(first)
         first.checkpoint({}).result()
-
-
-def test_several_ranks(server: Server) -> None:
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        with pytest.raises(NearError, match="several ranks cannot use a server so far"):
-            make_optimizer(make_model(), directory=server.url("ranks"))
-    finally:
-        torch.distributed.destroy_process_group()
-    assert not (server.runs / "ranks").exists()

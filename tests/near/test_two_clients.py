@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from offload.errors import StoreLockedError
-from tests.near.proxy import Proxy
+from tests.limits import HANG_S
+from tests.near.proxy import RESULT, Proxy, Way
 from tests.near.servers import Server
 from tests.near.training import are_same, copied, expected, make_model, make_optimizer, train
 
@@ -27,6 +30,42 @@ def test_the_second_client_of_a_run_is_refused_and_one_of_another_run_is_not(
         assert are_same(copied(first), values[3])
         assert are_same(copied(second), values[3])
     make_optimizer(make_model(), server.url("two")).close()
+
+
+def test_who_waits_for_a_checkpoint_keeps_no_other_call_waiting(server: Server) -> None:
+    proxy = Proxy(server.socket)
+    waits, goes_on = threading.Event(), threading.Event()
+    model = make_model()
+    with make_optimizer(model, proxy.url("waits")) as optimizer:
+        train(model, optimizer, 1, 1)
+        handle = optimizer.checkpoint({"step": 1})
+
+        def change(way: Way, header: bytes, content: bytes) -> bytes:
+            """Keep the first result until the test lets it go on."""
+            if (way, header[4]) == ("down", RESULT) and not waits.is_set():
+                waits.set()
+                goes_on.wait(HANG_S)
+            return header + content
+
+        proxy.change = change
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(handle.result)
+            assert waits.wait(HANG_S)
+            train(model, optimizer, 2, 2)
+            assert optimizer.stats().steps == 2
+            assert not result.done()
+            goes_on.set()
+            assert result.result().step == 1
+    proxy.close()
+
+
+def test_a_handle_knows_its_checkpoint_after_the_optimizer_was_closed(server: Server) -> None:
+    model = make_model()
+    with make_optimizer(model, server.url("closed")) as optimizer:
+        train(model, optimizer, 1, 1)
+        handle = optimizer.checkpoint({"step": 1})
+    assert handle.done()
+    assert handle.result().train_state == {"step": 1}
 
 
 def test_a_run_that_another_process_of_the_machine_trains_is_refused(server: Server) -> None:

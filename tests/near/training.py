@@ -41,8 +41,7 @@ def make_optimizer(
         lr=1e-2,
         directory=directory,
         model=model,
-        options=options(timeout_s),
-        **more,
+        **{"options": options(timeout_s), **more},
     )
 
 

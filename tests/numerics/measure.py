@@ -118,11 +118,11 @@ class Counter:
         return (*kernel_io(), stats.bytes_read, stats.bytes_written)
 
 
-def measure_bytes(directory: str) -> dict[str, Any]:
+def measure_bytes(directory: str, **settings: Any) -> dict[str, Any]:
     if reason := why_not_counted(directory):
         return {"skip": reason}
     model = model_of(*SIZES, full=NUM_FULL, buffer=70_001)
-    options = offload.Options(chunk_bytes=4 * MIB, ring_chunks=3)
+    options = offload.Options(chunk_bytes=4 * MIB, ring_chunks=3, **settings)
     optimizer = offload.AdamW(
         model.parameters(), lr=0.01, model=model, directory=f"{directory}/run", options=options
     )
@@ -206,6 +206,11 @@ def measure_memory(directory: str, num_parameters: int) -> dict[str, Any]:
 def count_bytes(directory: str) -> None:
     """Print what steps, checkpoints and restores read and write."""
     print(json.dumps(measure_bytes(directory)))
+
+
+def count_bytes_on_drive(directory: str) -> None:
+    """Print the same where steps write parameters."""
+    print(json.dumps(measure_bytes(directory, parameters="drive")))
 
 
 def count_frozen(directory: str) -> None:

@@ -100,6 +100,8 @@ CUTS = [
     Cut(1 << 20, 2, 1291),  # one chunk holds everything
 ]
 
+ON_DRIVE = Cut(3 * 4096, 3, settings={"parameters": "drive"})
+"""Steps write parameters as well."""
 
 MAX_NORM = 20.0
 

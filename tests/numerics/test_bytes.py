@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 
 from tests.forking import Children
-from tests.numerics.measure import MIB, NUM_SLOTS, count_bytes, count_frozen
+from tests.numerics.measure import (
+    MIB,
+    NUM_SLOTS,
+    count_bytes,
+    count_bytes_on_drive,
+    count_frozen,
+)
 
 NUM_ARRAYS = 3
 EDGE_BYTES = 2 * 4096
@@ -75,6 +81,32 @@ def test_the_optimizers_own_counts_agree_with_the_kernels(measured, kind):
     for direction in ("read", "written"):
         difference = measured[kind][direction] - measured[kind][f"stats_{direction}"]
         assert abs(difference) <= MIB
+
+
+@pytest.fixture(scope="module")
+def on_drive(children: Children, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("drive")
+    try:
+        return measured_by(children, count_bytes_on_drive, directory)
+    finally:
+        shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("kind", ["step", "first_step"], ids=["later", "first-after-a-seal"])
+def test_a_step_that_writes_parameters_writes_each_once_and_reads_none(on_drive, kind):
+    edges = (NUM_ARRAYS + 1) * on_drive["num_chunks"] * EDGE_BYTES
+    moved, state = on_drive[kind], on_drive["state"]
+    assert state - edges <= moved["read"] <= state + edges
+    written = state + on_drive["parameters"]
+    assert written - edges <= moved["written"] <= written + edges
+    assert abs(moved["written"] - moved["stats_written"]) <= MIB
+
+
+def test_a_checkpoint_writes_no_parameter_that_a_step_has_written(on_drive):
+    """It reads back what two chunks share, or a chunk and a buffer: at most 1 MiB for each."""
+    moved = on_drive["checkpoint"]
+    assert moved["written"] <= on_drive["train_state"] + MIB // 2
+    assert moved["stats_read"] <= (on_drive["num_chunks"] + 3) * MIB
 
 
 @pytest.fixture(scope="module")

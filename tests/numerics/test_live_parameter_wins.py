@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.numerics.models import EMPTY_STEP, FIRST_LATE_STEP, Mixed, trainable
-from tests.numerics.pairs import CASES, CUTS, Case, Pair, memory_pair
+from tests.numerics.pairs import CASES, CUTS, ON_DRIVE, Case, Pair, memory_pair
 from tests.numerics.reference import assert_same_bits, read_state
 
 NUM_STEPS = 15
@@ -72,11 +72,13 @@ EDITS = {
         ("writing-through-data", "sgd-momentum-in-some-groups", 1),
         ("replacing-data", "adamw", 1),
         ("infinities-and-zeros", "sgd-momentum-in-some-groups", 2),
+        ("one-element", "adamw", ON_DRIVE),
+        ("replacing-data", "sgd-momentum-in-some-groups", ON_DRIVE),
     ],
 )
 def test_an_edit_between_steps_becomes_the_master(edit, name, cut):
     """Also just before a checkpoint, after it, and between a restore and the next step."""
-    pair = memory_pair(CASES[name], CUTS[cut])
+    pair = memory_pair(CASES[name], CUTS[cut] if isinstance(cut, int) else cut)
     # Before the first step, when some have state and some have none, and twice in a row.
     steps = (0, 3, 5, FIRST_LATE_STEP - 1, FIRST_LATE_STEP, 9, EMPTY_STEP, EMPTY_STEP + 1)
     for step in range(NUM_STEPS):

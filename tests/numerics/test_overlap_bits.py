@@ -30,13 +30,14 @@ MODELS_AND_CUTS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "overlap"),
-    [(name, OVERLAPS[n % 2]) for n, name in enumerate(MODELS_AND_CUTS)]
-    + [("odd-sizes", "backward"), ("attention", "backward")],
+    ("name", "overlap", "parameters"),
+    [(name, OVERLAPS[n % 2], None) for n, name in enumerate(MODELS_AND_CUTS)]
+    + [("odd-sizes", "backward", None), ("attention", "backward", None)]
+    + [("recomputed-half-precision", overlap, "drive") for overlap in OVERLAPS],
 )
-def test_every_step_gives_the_same_bits(name, overlap):
+def test_every_step_gives_the_same_bits(name, overlap, parameters):
     model, cut = MODELS_AND_CUTS[name]
-    twins = Twins(model, overlap, cut=cut)
+    twins = Twins(model, overlap, cut=cut, settings={"parameters": parameters})
     for step in range(8):
         twins.step(step)
         assert all(p.grad is None for p in twins.live.parameters())

@@ -10,7 +10,7 @@ from gds import MemoryBackend
 from offload.errors import UnsupportedParameterError
 from tests.fake_gpu.device import OnDevice, on_device, upload, values
 from tests.numerics.models import Mixed, trainable
-from tests.numerics.pairs import CASES, Case, Cut
+from tests.numerics.pairs import CASES, ON_DRIVE, Case, Cut
 from tests.numerics.reference import assert_same_bits
 from tests.placement.pairs import (
     FORMATS,
@@ -35,6 +35,7 @@ ADAMW, CUT = CASES["adamw"], Cut(3 * 4096, 2)
         ("sgd-momentum-in-some-groups", Cut(20480, 2)),
         ("rprop", Cut(1 << 20, 2)),
         ("adam-coupled-decay", Cut(3 * 4096, 2, settings={"host_memory": 100_000})),
+        ("adamw", ON_DRIVE),
     ],
     ids=str,
 )

@@ -20,6 +20,7 @@ from offload import AdamW, Checkpoint, Options
 from offload.checkpoint import checked_reads, sealed_slot
 from offload.format import digests, manifest
 from offload.model import model_file, model_writing
+from offload.stream import model_part
 from tests.stores import small
 
 LEAF: Final = 4096
@@ -36,9 +37,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def make_units_small(patch: pytest.MonkeyPatch) -> None:
-    for module in (manifest, model_file, sealed_slot):
+    for module in (digests, manifest, model_file, sealed_slot):
         patch.setattr(module, "MODEL_BLOCK_BYTES", BLOCK)
-    for module in (checked_reads, digests, model_writing):
+    for module in (checked_reads, digests, model_part, model_writing):
         patch.setattr(module, "LEAF_BYTES", LEAF)
     patch.setattr(model_writing, "CLONE_REACH_BYTES", BLOCK)
 

@@ -44,6 +44,7 @@ def said(directory: Any, model: torch.nn.Module | None, **changes: Any) -> str:
         chunk_bytes=4096,
         drives=changes.pop("drives", DriveTuning(calibrate=False)),
         overlap=changes.pop("overlap", None),
+        parameters=changes.pop("parameters", None),
         agreement_timeout_s=AGREEMENT_S,
     )
     params = changes.pop("params", None) or model.parameters()
@@ -119,6 +120,8 @@ def main(root: Path, rank: int) -> dict[str, Any]:
     only = LastK(1) | ParametersOnly(EverySteps(2))
     found["parameters only"] = said(refused, linear(), keep=only)
     found["shares"] = said([refused / "a", refused / "b"], linear(), drives=shares)
+
+    found["parameters on drive"] = said(refused, linear(), parameters="drive")
 
     wrapped = DistributedDataParallel(linear())
     found["ddp"] = said(own, wrapped, **SEPARATE)

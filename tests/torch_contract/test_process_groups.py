@@ -88,6 +88,7 @@ def test_what_ranks_cannot_do_yet_is_refused_before_anything_is_touched(ranks: A
         assert found["overlap backward"].startswith('ValueError: overlap="backward" is not supp')
         assert "ParametersOnly(...) does not work with several ranks" in found["parameters only"]
         assert "DriveTuning(shares=...) is not supported with several ranks" in found["shares"]
+        assert 'parameters="drive" is not supported with several' in found["parameters on drive"]
         assert found["environment"].startswith("ProcessGroupError: the environment has WORLD_SIZE=")
         assert "call torch.distributed.init_process_group() before" in found["environment"]
         assert found["made"] == []

@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from gds import File
+from offload.device.filed import NewValues
 from offload.device.staging import on_host
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 from offload.format.chunk_plan import ChunkPlan, Piece, Span
@@ -38,6 +39,20 @@ class ParameterViews(Protocol):
     def finish(self, pieces: Sequence[Piece]) -> None:
         """Report that elements of pieces, which have been viewed, are not used any more."""
         ...
+
+
+def copy_values(live: ParameterViews, into: NewValues) -> None:
+    """Copy live parameters into flat memory of the host, as they are.
+
+    What is in that memory already, because it was read there, is left as it is.
+    """
+    for pieces, out in into:
+        views, at = live.views(pieces), 0
+        for view in views:
+            part = out[at : at + len(view)]
+            at += len(view)
+            if view.data_ptr() != part.data_ptr():
+                part.copy_(view)
 
 
 class StoredParameters:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from offload.device.boundary import HOST
+from offload.device.filed import NewValues
 from offload.device.staging import StagedTensors, on_host
 from offload.errors import MismatchError
 from offload.format.arrays import MASTER, MASTER_LOW
@@ -19,6 +20,7 @@ from offload.update.coding import rounding
 from offload.update.coding.coder import StateCoder
 from offload.update.coding.decoder import (
     ParameterViews,
+    copy_values,
     cut_by_parameter,
     has_master,
     kept_arrays,
@@ -124,8 +126,9 @@ class StateFiller:
         chunk: int,
         arrays: Mapping[str, torch.Tensor],
         digests: Digests | None = None,  # noqa: ARG002  (taken when the chunk is put)
+        model: NewValues = (),
     ) -> None:
-        """Fill one chunk."""
+        """Fill one chunk, and `model` with the values of its parameters."""
         plan = self._layout.plans[chunk]
         with on_host(self._live, chunk, plan.pieces):
             for span in cut_by_parameter(plan):
@@ -133,6 +136,7 @@ class StateFiller:
                 self._fill(piece, stored_block(span, arrays))
                 if self._progress is not None:
                     self._progress(piece.stop - piece.start)
+            copy_values(self._live, model)
 
     def prepare(self, chunk: int) -> None:
         """Do nothing: nothing can begin before `update`."""

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from offload.device.boundary import is_on_device
-from offload.device.staging import FlatTensors, StagedTensors
+from offload.device.staging import FlatTensors
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 from offload.format.chunk_plan import Piece
 from offload.format.digests import LEAF_BYTES, Digests
@@ -215,7 +214,9 @@ class KernelStep(StepCode):
     def _share_storage(self, index: int) -> bool:
         """Return whether a parameter and its gradient are views of the same storage."""
         live, gradient = self._live.tensors.tensor(index), self._gradients.tensors.tensor(index)
-        if live is None or gradient is None or is_on_device(live) or is_on_device(gradient):
+        if live is None or gradient is None or self._live.tensors.is_staged(live):
+            return False
+        if self._gradients.tensors.is_staged(gradient):
             return False
         return bool(live.untyped_storage()._cdata == gradient.untyped_storage()._cdata)
 
@@ -304,11 +305,11 @@ class Addresses:
             if tensor is None:
                 continue
             # Then its values are staged in host memory.
-            on_device = isinstance(self.tensors, StagedTensors) and is_on_device(tensor)
-            self.has_memory[index] = on_device or _has_memory(tensor)
+            is_staged = self.tensors.is_staged(tensor)
+            self.has_memory[index] = is_staged or _has_memory(tensor)
             if (
                 self.has_memory[index]
-                and not on_device
+                and not is_staged
                 and (number := DTYPES.get(tensor.dtype)) is not None
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
