@@ -127,6 +127,7 @@ CAMPAIGNS: Final = {
         (
             ("bench.near_kills", "--seed", "SEED", *_BENCH),
             ("bench.near_kills", "--ranks", "--seed", "SEED", *_BENCH),
+            ("bench.beyond_kills", "--seed", "SEED", *_BENCH),
         ),
     ),
     "mutations": Campaign(

@@ -111,6 +111,7 @@ class FiledSteps(StreamedSteps):
         self, state: TrainingState, model: torch.nn.Module, patterns: Sequence[str]
     ) -> None:
         super().__init__(state, model, patterns)
+        state.memory.reads_model = True
         outside = {id(p) for p in model.parameters() if is_outside(p)}
         members = [member for unit in self._blocks.units for member in unit.members]
         for member in members:

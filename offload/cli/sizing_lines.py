@@ -35,6 +35,7 @@ def lines(plan: Plan, card: str | None = None, doubts: Sequence[str] = ()) -> It
     yield from textwrap.wrap(f"{_fit(plan, card)} {_step(plan)}", _WIDTH)
     yield ""
     yield from _on_the_gpu(plan)
+    yield from _outside(plan)
     yield from _typical_steps(plan)
     yield ""
     yield _row("Bytes", "per parameter", "in all")
@@ -71,7 +72,7 @@ def lines(plan: Plan, card: str | None = None, doubts: Sequence[str] = ()) -> It
 
 def _fit(plan: Plan, card: str | None) -> str:
     """Return a sentence that says whether the model fits on the GPU, or on which GPU it fits."""
-    memory, last = plan.machine.gpu_memory, plan.fits[-1]
+    memory, smallest = plan.machine.gpu_memory, min(plan.fits, key=lambda fit: fit.gpu_bytes)
     each = " each" if plan.gpus > 1 else ""
     if memory is None:
         # Of two ways that need the same GPU, the one that gives up less is named.
@@ -79,28 +80,40 @@ def _fit(plan: Plan, card: str | None) -> str:
         sizes = [f"{size / 1e9:g} GB with {how}" for size, how in least.items() if size is not None]
         if sizes:
             return f"Fits on a GPU of {', '.join(sizes)}."
-        return f"Fits on no GPU in the list: {_size(last.gpu_bytes)}{each} with {_how(last)}."
+        with_what = f"{_size(smallest.gpu_bytes)}{each} with {_how(smallest)}"
+        return f"Fits on no GPU in the list: {with_what}."
     gpu = f"a GPU of {_size(memory)}" if card is None else f"the {card} ({memory / 1e9:g} GB)"
-    found = [fit for fit in plan.fits if fit.verdict == "fits"]
-    fit = found[0] if found else last
+    fit = _chosen(plan)
     needed = f"{_size(fit.gpu_bytes)}{each} with {_how(fit)}"
-    if fit.verdict == "does not fit":
+    if fit.host_bytes:
+        needed += f" and {_size(fit.host_bytes)} of host memory"
+    if fit.verdict not in ("fits", "tight"):
         return f"Does not fit on {gpu}: {needed}."
     left = f"{_size(fit.left_bytes or 0)} left for activations"
     more = "; no drive is needed for that" if fit is plan.fits[0] else ""
-    verdict = "Fits" if found else "Tight"
-    return f"{verdict} on {gpu}: {needed}, {left}{more}."
+    return f"{fit.verdict.capitalize()} on {gpu}: {needed}, {left}{more}."
+
+
+def _chosen(plan: Plan) -> Fit:
+    """Return the way of training that fits and gives up least; the smallest if none fits."""
+    for verdict in ("fits", "tight"):
+        for fit in plan.fits:
+            if fit.verdict == verdict:
+                return fit
+    return min(plan.fits, key=lambda fit: fit.gpu_bytes)
 
 
 def _how(fit: Fit) -> str:
-    return fit.name if fit.name.startswith("overlap") else fit.name.replace("state", "the state")
+    return fit.name if "=" in fit.name else fit.name.replace("state", "the state")
 
 
 def _step(plan: Plan) -> str:
     """Return a sentence with the seconds of a step on the host."""
+    fit = plan.fits[1] if plan.machine.gpu_memory is None else _chosen(plan)
     if (seconds := plan.steps[1].seconds) is not None:
-        return f"A step takes {_time(seconds)}."
-    times = [step.seconds for step in plan.typical_steps]
+        return f"A step takes {_time(max(seconds, fit.drives_s or 0))}."
+    moved = (fit.step_read_bytes + fit.step_written_bytes) / plan.gpus / 1e9
+    times = [max(step.seconds, moved / step.gbps) for step in plan.typical_steps]
     return f"A step takes {_time(min(times))} to {_time(max(times))} with typical drives."
 
 
@@ -115,15 +128,34 @@ def _on_the_gpu(plan: Plan) -> Iterator[str]:
         cells = [left, fit.verdict or ""] if known else [least]
         yield _row(fit.name, _each(fit.bytes_per_parameter), _size(fit.gpu_bytes), *cells)
     if known:
-        *most, last = [_count(fit.largest or 0) for fit in plan.fits]
+        *most, last = [_count(fit.largest) for fit in plan.fits if fit.largest is not None]
         yield from _note(
             f"The largest models that fit have {', '.join(most)} and {last} parameters."
         )
     yield from _note(
         "Activations come on top, and are not known: a model fits if a fifth of the memory is left."
     )
-    if len(plan.fits) > 2:
+    if any(fit.name.startswith("overlap") for fit in plan.fits):
         yield from _note('overlap="backward" excludes clipping and gradient accumulation.')
+
+
+def _outside(plan: Plan) -> Iterator[str]:
+    """Return a table of host memory and drives, if gradients or parameters may be outside."""
+    ways = [fit for fit in plan.fits if fit.host_bytes]
+    if not ways:
+        return
+    yield ""
+    yield _row("Outside of the GPU", "host memory", "step reads", "writes", "drives take")
+    for fit in [plan.fits[1], *ways]:
+        moved = _size(fit.step_read_bytes), _size(fit.step_written_bytes)
+        yield _row(fit.name, _size(fit.host_bytes), *moved, _time(fit.drives_s))
+    if len(ways) > 1:
+        yield from _note(
+            'parameters="host" is with gradients="host", and parameters="drive" with '
+            'gradients="drive".'
+        )
+    else:
+        yield from _note('A config.json or safetensors files show what parameters="drive" needs.')
 
 
 def _typical_steps(plan: Plan) -> Iterator[str]:
@@ -196,6 +228,9 @@ def _notes(plan: Plan) -> Iterator[str]:
             life += " if steps follow each other at once (--set iteration_s)"
         steps = _count(plan.steps_of_life)
         yield from _note(f"The drives last {steps} steps with a seal each{life}.")
+        if (least := plan.fits[-1]).steps_of_life not in (None, plan.steps_of_life):
+            steps = _count(least.steps_of_life or 0)
+            yield from _note(f"With {_how(least)} they last {steps} steps.")
     if plan.training_s is not None:
         yield from _note(
             f"Training computes for {plan.training_s / 86400:,.1f} days, "

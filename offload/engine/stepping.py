@@ -21,7 +21,7 @@ from offload.format.layout import Layout
 from offload.gradients import values_for_step
 from offload.model.homes import home_of, stays_filed
 from offload.model.new_values import Step, Values
-from offload.model.parameters import memories
+from offload.model.parameters import Trainable, memories
 from offload.model.watch import announce_uses
 from offload.store.state_store import StateSource, try_to_quarantine
 from offload.stream.passes import ChunkWork, StatePass
@@ -265,25 +265,30 @@ def _updater(
         factors=state.gradient_factors,
     )
     if state.compute is None:
-        kernel = state.kernel.kernel
+        kernel, is_filed = state.kernel.kernel, state.options.parameters == "drive"
         host = HostUpdater(
             state.rule,
             state.pool,
             inputs,
             kernel=kernel,
             traffic=traffic,
-            copies_all=state.options.parameters == "drive",
-            unwritten={
-                number
-                for number, one in enumerate(table.trainables)
-                if stays_filed(one.parameter) and not isinstance(one.memory, FiledTensor)
-            },
+            copies_all=is_filed,
+            unwritten=_unwritten(table.trainables) if is_filed else (),
         )
         state.update_code = host.code(state.kernel.code)
         return host
     updater = DeviceUpdater(state.rule, state.pool, inputs, compute=state.compute)
     state.update_code = updater.code(f"kernels ({state.compute.device})")
     return updater
+
+
+def _unwritten(trainables: Sequence[Trainable]) -> set[int]:
+    """Return the numbers of parameters that belong in the slot's model file, and are in memory."""
+    return {
+        number
+        for number, one in enumerate(trainables)
+        if stays_filed(one.parameter) and not isinstance(one.memory, FiledTensor)
+    }
 
 
 def new_pass(

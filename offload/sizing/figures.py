@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from offload.sizing.inputs import Machine
 
-Verdict = Literal["fits", "tight", "does not fit"]
+Verdict = Literal["fits", "tight", "no host memory", "does not fit"]
 
 ROOM_FOR_ACTIVATIONS = 0.2
 """Share of a GPU's memory that must be left if a model is to fit. What activations take is not
@@ -21,14 +21,18 @@ known: it depends on the model, the batch and the length of sequences."""
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Memory of each GPU with the optimizer state in one place; activations are not counted."""
+    """Memory of each GPU with one way of training; activations are not counted.
+
+    ``parameters="host"`` is with ``gradients="host"``, and ``parameters="drive"`` is with
+    ``gradients="drive"``.
+    """
 
     name: str
     bytes_per_parameter: float
-    """Bytes of parameters and gradients, and of the state if it is in memory."""
+    """Bytes on GPUs: of parameters, and of gradients and state if they are there."""
 
     gpu_bytes: float
-    """Bytes of the parameters that one GPU holds."""
+    """Those bytes of the parameters that one GPU holds."""
 
     times_larger: float
     """How many times larger a model fits than with all in memory."""
@@ -37,15 +41,32 @@ class Fit:
     """Memory of the smallest GPU in the list of `offload.sizing.hardware` that the model fits on;
     None if it fits on none."""
 
+    host_bytes: float
+    """Bytes of host memory for gradients and parameters; the ring of a step comes on top."""
+
+    step_read_bytes: float
+    """Bytes that a step reads from drives, with forward and backward of its micro-batches."""
+
+    step_written_bytes: float
+    """Bytes that it writes to drives."""
+
+    drives_s: float | None
+    """Seconds that drives take for these bytes; None if their rates are not given."""
+
+    steps_of_life: float | None
+    """Number of steps, each of them sealed, until the drives have been written as often as they
+    are rated for; None if that is not given."""
+
     largest: float | None = None
-    """Number of parameters of the largest model that fits; None, as are those below, if the GPU's
-    memory is not given."""
+    """Number of parameters of the largest model that fits; None if the GPU's memory is not given,
+    as are those below, or if the number of blocks does not change what is needed."""
 
     left_bytes: float | None = None
     """Bytes left for activations; negative if the model does not fit."""
 
     verdict: Verdict | None = None
-    """``tight`` if less than `ROOM_FOR_ACTIVATIONS` is left."""
+    """``tight`` if less than `ROOM_FOR_ACTIVATIONS` is left; ``no host memory`` if only
+    `Machine.host_memory` is too small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +216,10 @@ class Plan:
 
     gpus: int
     fits: list[Fit]
-    """With all in memory, with the state on drives, and with ``overlap="backward"`` as well, which
-    frees gradients one by one; several GPUs are refused there."""
+    """One for each way of training, by what it gives up, least first: with all in memory, and with
+    the state on drives. With one GPU also with ``gradients="host"``; with ``overlap="backward"``,
+    unless there are several micro-batches; and with ``parameters="host"`` and ``"drive"``, if the
+    model is given with the names of its tensors, and has blocks."""
 
     disk: Disk
     steps: list[StepTime]

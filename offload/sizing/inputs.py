@@ -78,7 +78,8 @@ class Machine:
     """Bytes of memory of one GPU."""
 
     host_memory: float | None = None
-    """Bytes of host memory of one rank for copies that wait for storage."""
+    """Bytes of host memory of one rank, for gradients and parameters outside of the GPU, or for
+    copies that wait for storage."""
 
     drive_tbw: float | None = None
     """Bytes that all drives of one rank together may be written with in their lives (the sum of
@@ -99,6 +100,17 @@ class Machine:
         if self.mixed_gbps is not None:
             return min([*one_way, self.mixed_gbps])
         return min(one_way) if len(one_way) == 2 else None
+
+    def drives_s(self, read_bytes: float, written_bytes: float) -> float | None:
+        """Return the seconds in which the drives read and write at the same time.
+
+        None if neither the mixed rate nor both directions are known.
+        """
+        if self.both_ways_gbps is None:
+            return None
+        both = (read_bytes + written_bytes, self.mixed_gbps)
+        parts = [both, (read_bytes, self.read_gbps), (written_bytes, self.write_gbps)]
+        return max(nbytes / 1e9 / rate for nbytes, rate in parts if rate is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +210,9 @@ class Run:
 
     iteration_s: float | None = None
     """Seconds from one optimizer step to the next; None for the step's own time."""
+
+    micro_batches: int = 1
+    """Number of forward and backward passes whose gradients one step adds up."""
 
     forward_s: float | None = None
     """Seconds of a forward pass, beside which a step may run."""

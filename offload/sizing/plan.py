@@ -31,15 +31,13 @@ from offload.sizing.checks import (
     shown,
 )
 from offload.sizing.figures import (
-    ROOM_FOR_ACTIVATIONS,
     Disk,
-    Fit,
     Plan,
     StepTime,
     TypicalStep,
-    Verdict,
 )
-from offload.sizing.hardware import CARDS, TYPICAL_DRIVES
+from offload.sizing.fit import fits_of
+from offload.sizing.hardware import TYPICAL_DRIVES
 from offload.sizing.inputs import Cluster, Machine, Run
 from offload.sizing.models import ModelSize, model_size
 from offload.sizing.state import Precision
@@ -119,9 +117,8 @@ def size(
     held = found.parameter_bytes / (cluster.tp * cluster.pp)
     resume = resume_parts(held, machine)
     copies = copies_of(saved, found.parameter_bytes, cluster, machine, run, _sum(seal))
-    life = None
-    if machine.drive_tbw is not None:
-        life = machine.drive_tbw * cluster.gpus / (found.state_bytes + found.parameter_bytes)
+    fits = fits_of(found, precision, machine, cluster, run)
+    life = fits[1].steps_of_life
     iteration = run.iteration_s or next(s.seconds for s in steps if s.place == "host")
     rate = cluster.write_gbps
     hidden = [s for s in (run.forward_s, run.backward_s) if s is not None]
@@ -132,7 +129,7 @@ def size(
         state_bytes=found.state_bytes,
         checkpoint_bytes=saved,
         gpus=cluster.gpus,
-        fits=_fits(found, precision, machine, cluster),
+        fits=fits,
         disk=_disk(found, _num_slots(run), shares, num_groups, train_state_bytes, cluster.gpus),
         steps=steps,
         typical_steps=_typical_steps(found, machine, cluster),
@@ -171,38 +168,6 @@ def size(
 
 def _sum(parts: Mapping[str, float] | None) -> float | None:
     return None if parts is None else sum(parts.values())
-
-
-def _fits(found: ModelSize, precision: Precision, machine: Machine, cluster: Cluster) -> list[Fit]:
-    """Return the memory of each GPU with the state in memory, on drives, and in backward."""
-    gradients = precision.gradient_bytes * found.num_parameters or found.gradient_bytes
-    total = {
-        "all in memory": found.parameter_bytes + gradients + found.memory_state_bytes,
-        "state on drives": found.parameter_bytes + found.gradient_bytes,
-    }
-    if cluster.gpus == 1:
-        total['overlap="backward"'] = found.parameter_bytes
-    holders = cluster.gpus if cluster.sharded else cluster.tp * cluster.pp
-    memory = machine.gpu_memory
-    fits = []
-    for name, nbytes in total.items():
-        needed = nbytes / holders / (1 - ROOM_FOR_ACTIVATIONS)
-        fit = Fit(
-            name,
-            nbytes / found.num_parameters,
-            nbytes / holders,
-            total["all in memory"] / nbytes,
-            min((gb * 10**9 for gb in CARDS.values() if gb * 1e9 >= needed), default=None),
-        )
-        if memory is not None:
-            left = memory - fit.gpu_bytes
-            verdict: Verdict = "fits" if memory >= needed else "tight"
-            if left < 0:
-                verdict = "does not fit"
-            largest = found.num_parameters * memory / needed
-            fit = replace(fit, largest=largest, left_bytes=left, verdict=verdict)
-        fits.append(fit)
-    return fits
 
 
 def _num_slots(run: Run) -> int:

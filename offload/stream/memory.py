@@ -132,6 +132,8 @@ class WorkingMemory:
     def __init__(self, drives: Drives, options: Options, meter: Meter) -> None:
         self._drives = drives
         self._options = options
+        self.reads_model = False
+        """Whether steps read parameters together with the state; see `Streamer`."""
         self._meter = meter
         self.streamer: Streamer | None = None
         """Streamer that `ring` has created; None before."""
@@ -160,7 +162,7 @@ class WorkingMemory:
                 resident_memory=kept_in,
                 verify_reads=options.verify == "always",
                 places=ModelPlaces(layout) if options.parameters == "drive" else None,
-                reads_model=options.parameters == "drive",
+                reads_model=self.reads_model,
             )
         return self.streamer
 

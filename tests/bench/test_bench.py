@@ -114,7 +114,7 @@ def test_make_bench_runs_every_script_that_needs_nothing_special(quick: list[str
     by_hand = {"peers", "finetune", "kernel", "device", "gpu", "crossings", "revisions", "fio_axes"}
     by_hand |= {"update_cpu", "same_bits", "device_calls", "campaign", "ranks_campaign"}
     by_hand |= {"tier_kills", "tier_costs", "tier_rank_kills", "gpu_training", "beside_training"}
-    by_hand |= {"near_kills"}
+    by_hand |= {"near_kills", "beyond_kills"}
     assert {name for name, _ in commands} == scripts - by_hand
     assert commands[-1][0] == "report"
     assert all(("--quick --output" in rest) == bool(quick) for _, rest in commands[:-1])

@@ -1,6 +1,6 @@
 """Trains a model of many blocks in a fresh process, with all of it on the drive or in memory.
 
-python -m tests.blocks.beyond plain|drive DIRECTORY STEPS [LAYERS]
+python -m tests.blocks.beyond plain|drive DIRECTORY STEPS LAYERS
 
 Each moment is announced on a line, so that a test can end the process there. The last line has the
 digest of all parameters, and the memory that was needed, in bytes, as JSON.
@@ -28,7 +28,7 @@ def moment(name: str, step: int) -> None:
     print(f"moment {name} {step}", flush=True)
 
 
-def main(kind: str, directory: str, steps: str, layers: str = "40") -> None:
+def main(kind: str, directory: str, steps: str, layers: str) -> None:
     torch.set_num_threads(1)
     small = Model(1, 32).to(torch.bfloat16)  # torch loads much of itself at its first use
     small.loss(batch(0)).backward()
@@ -46,10 +46,19 @@ def main(kind: str, directory: str, steps: str, layers: str = "40") -> None:
         with offload.outside_memory():
             model = Model(int(layers), WIDTH).to(torch.bfloat16)
         options = offload.Options(
-            parameters="drive", gradients="drive", chunk_bytes=1 << 20, ring_chunks=3
+            parameters="drive",
+            gradients="drive",
+            chunk_bytes=1 << 20,
+            ring_chunks=3,
+            drives=offload.DriveTuning(calibrate=False),  # measuring takes memory, once
         )
         optimizer = offload.AdamW(
-            model.parameters(), directory=f"{directory}/run", model=model, options=options, **HYPER
+            model.parameters(),
+            directory=f"{directory}/run",
+            model=model,
+            keep=1,
+            options=options,
+            **HYPER,
         )
         begin = optimizer.restore().step
     parameters = sum(p.numel() * 2 for p in model.parameters())

@@ -89,7 +89,7 @@ def test_compressed_state_has_the_bits_that_it_has_in_memory(settings: Any, tmp_
 
 
 def on_the_drive(model: torch.nn.Module, directory: Path, **settings: Any) -> Any:
-    options = offload.Options(chunk_bytes=32768, **{**ALL_DRIVE, **settings})
+    options = offload.Options(**{**ALL_DRIVE, "chunk_bytes": 32768, **settings})
     return offload.AdamW(
         model.parameters(), directory=directory, model=model, options=options, **HYPER
     )
@@ -186,20 +186,25 @@ def test_a_checkpoint_writes_no_parameter_that_a_step_has_written(tmp_path: Path
 
 
 def test_a_damaged_block_is_refused_before_it_is_used(tmp_path: Path) -> None:
-    model = make()
-    with on_the_drive(model, tmp_path / "run", gradients=None) as optimizer:
+    """The file has two blocks with a digest, of which a restore reads neither whole."""
+    model = make(layers=14, width=256)
+    with on_the_drive(model, tmp_path / "run", gradients=None, chunk_bytes=1 << 20) as optimizer:
         model.loss(batch(0)).backward()
         optimizer.step()
         path = Path(optimizer.checkpoint().result().path)
     file = path / "model.safetensors"
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
+    content[len(content) - (1 << 20)] ^= 4
     file.write_bytes(content)
-    model = make()
-    with on_the_drive(model, tmp_path / "run", gradients=None) as optimizer:
-        optimizer.restore()
-        with pytest.raises(DamagedError, match=r"model\.safetensors"):
+    model = make(layers=14, width=256)
+    with on_the_drive(model, tmp_path / "run", gradients=None, chunk_bytes=1 << 20) as optimizer:
+
+        def use() -> None:
+            optimizer.restore()
             model.loss(batch(1))
+
+        with pytest.raises(DamagedError, match=r"model\.safetensors"):
+            use()
 
 
 def test_a_block_that_cannot_be_read_is_named_and_training_goes_on(tmp_path: Path) -> None:
@@ -258,7 +263,7 @@ def test_what_would_need_other_values_is_refused(tmp_path: Path) -> None:
         optimizer.restore()
 
 
-def run_program(*arguments: Any, kill_after: float | None = None) -> dict[str, Any] | None:
+def run_program(*arguments: Any, kill_after: str | None = None) -> dict[str, Any] | None:
     command = [sys.executable, "-m", "tests.blocks.beyond", *map(str, arguments)]
     with subprocess.Popen(
         dying(command), stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
@@ -276,14 +281,21 @@ def run_program(*arguments: Any, kill_after: float | None = None) -> dict[str, A
     return found
 
 
-def test_a_model_three_times_as_large_as_its_memory_is_killed_and_resumes(tmp_path: Path) -> None:
-    """Its peak above the start of a fresh process is a third of the parameters alone."""
-    plain = run_program("plain", tmp_path / "a", 4)
+def test_a_process_that_is_killed_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    plain = run_program("plain", tmp_path / "a", 4, 6)
     for moment in ("forward 1", "backward 2", "step 2", "seal 3"):
-        run_program("drive", tmp_path / "b", 4, kill_after=moment)
-    found = run_program("drive", tmp_path / "b", 4)
+        run_program("drive", tmp_path / "b", 4, 6, kill_after=moment)
+    found = run_program("drive", tmp_path / "b", 4, 6)
     assert plain is not None
     assert found is not None
     assert found["digest"] == plain["digest"]
-    assert found["above"] < found["parameters"] / 3
-    assert plain["above"] > 3 * plain["parameters"]
+
+
+def test_memory_does_not_grow_with_the_depth(tmp_path: Path) -> None:
+    """Two depths, four times apart; the parameters of the larger one take 270 MiB."""
+    small, large = (run_program("drive", tmp_path / str(n), 2, n) for n in (20, 80))
+    assert small is not None
+    assert large is not None
+    assert abs(large["above"] - small["above"]) < 24 << 20
+    block = large["parameters"] // 80
+    assert large["above"] < 3 * (3 << 20) + 3 * block + (16 << 20) + (128 << 20)

@@ -162,26 +162,30 @@ def test_what_is_not_possible_or_wrong_is_refused(
         ),
         (
             ("7B", "--card", "RTX 4090"),
-            'Fits on the RTX 4090 (24 GB): 14.0 GB with overlap="backward", 10.0 GB left for',
+            'Fits on the RTX 4090 (24 GB): 14.0 GB with gradients="host" and 14.0 GB of host ',
         ),
         (
             ("10B", "--card", "24GiB"),
-            'Fits on a GPU of 25.8 GB: 20.0 GB with overlap="backward", 5.8 GB left for',
+            'Fits on a GPU of 25.8 GB: 20.0 GB with gradients="host" and 20.0 GB of host ',
+        ),
+        (
+            ("7B", "--card", "24GB", "--set", "host_memory=8GB"),
+            'Fits on a GPU of 24.0 GB: 14.0 GB with overlap="backward", 10.0 GB left for',
         ),
         (
             ("11B", "--card", "24GB"),
-            'Tight on a GPU of 24.0 GB: 22.0 GB with overlap="backward", 2.0 GB left for',
+            'Tight on a GPU of 24.0 GB: 22.0 GB with gradients="host" and 22.0 GB of host memory, ',
         ),
         (
             ("13B", "--card", "24GB"),
-            'Does not fit on a GPU of 24.0 GB: 26.0 GB with overlap="backward".',
+            'Does not fit on a GPU of 24.0 GB: 26.0 GB with gradients="host" and 26.0 GB of host ',
         ),
         (
             ("7B",),
-            'Fits on a GPU of 24 GB with overlap="backward", 40 GB with the state on drives, 141',
+            'Fits on a GPU of 24 GB with gradients="host", 40 GB with the state on drives, 141',
         ),
         (("135M",), "Fits on a GPU of 8 GB with all in memory. A step"),
-        (("1T",), 'Fits on no GPU in the list: 2.0 TB with overlap="backward".'),
+        (("1T",), 'Fits on no GPU in the list: 2.0 TB with gradients="host".'),
         (
             ("70B", "--card", "H100", "--gpus", "8", "--set", "sharded=true"),
             "Fits on the H100 (80 GB): 35.0 GB each with the state on drives, 45.0 GB left",
@@ -192,6 +196,38 @@ def test_what_is_not_possible_or_wrong_is_refused(
 def test_the_answer_comes_first(run: Run, arguments: tuple[str, ...], says: str) -> None:
     _, out, _ = run("size", *arguments)
     assert " ".join(out.splitlines()[1:5]).startswith(says)
+
+
+QWEN_32B = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}
+
+
+def test_a_model_beyond_memory_is_trained_with_what_gives_up_least(
+    run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_32B))
+    arguments = ("size", tmp_path, "--card", "RTX 4090", "--read", "7", "--write", "7")
+    code, out, err = run(*arguments, "--tbw", "7PB")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines()[1:])) <= 80
+    flat = " ".join(out.split())
+    assert (
+        'Fits on the RTX 4090 (24 GB): 6.0 GB with parameters="host" and 127.9 GB of host memory, '
+        "18.0 GB left for activations. A step takes 56.2 s."
+    ) in flat
+    assert 'parameters="drive" 975.2 MB 655.3 GB 524.2 GB 93.6 s' in flat
+    assert 'With parameters="drive" they last 13,353 steps.' in flat
+    flat = " ".join(run(*arguments, "--set", "host_memory=64GB")[1].split())
+    assert 'Fits on the RTX 4090 (24 GB): 6.0 GB with parameters="drive" and 975.2 MB of' in flat
+    assert "A step takes 93.6 s." in flat
+    assert 'parameters="host" 0.184 6.0 GB 18.0 GB no host memory' in flat
 
 
 def test_the_seconds_of_a_step_come_with_the_rates_that_are_assumed_or_given(run: Run) -> None:
