@@ -17,7 +17,9 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from offload.device.filed import FiledTensor
 from offload.errors import UnsupportedParameterError
+from offload.model.homes import home_of
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -195,6 +197,12 @@ def is_outside(parameter: torch.Tensor) -> bool:
     return bool(parameter.detach()[(0,) * parameter.dim()].isnan())
 
 
+def _is_in_memory(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter that may look as if it had no values has them in its home."""
+    home = home_of(parameter)
+    return home is not None and not isinstance(home, FiledTensor)
+
+
 def require_values(named: Iterable[tuple[str, torch.Tensor]], *, instead: str) -> None:
     """Refuse parameters that were made in `outside_memory`, where they need values.
 
@@ -205,7 +213,7 @@ def require_values(named: Iterable[tuple[str, torch.Tensor]], *, instead: str) -
     Raises:
         UnsupportedParameterError: Some have no values; names the first.
     """
-    if names := [name for name, parameter in named if is_outside(parameter)]:
+    if names := [name for name, p in named if not _is_in_memory(p) and is_outside(p)]:
         more = f" and {len(names) - 1} more" if names[1:] else ""
         raise UnsupportedParameterError(
             f"parameter {names[0]!r}{more}: no values, as made in outside_memory(): {instead}"
