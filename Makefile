@@ -3,6 +3,7 @@
 #   make demo               fine-tune SmolLM2-135M, be killed, resume, compare (5 minutes)
 #   make demo MODEL=tiny    the same with a small GPT (under a minute)
 #   make demo NEAR=1        the same, with an update in another process, through a socket
+#   make demo BEYOND=1      the same, with parameters and gradients on the drive as well
 #   make test               format, lint, types, and the tests of every promise
 #   make integration        tests with training libraries, ranks, object stores, faults of the kernel
 #   make campaign NAME=...  one campaign in full, for an hour at most; without NAME, a list of them
@@ -19,6 +20,7 @@
 PYTHON ?= python3
 MODEL ?= smollm2
 NEAR ?=
+BEYOND ?=
 # Where `make bench` and `make gpu` measure; a scratch directory in it is removed afterwards.
 DIRECTORY ?= .
 # Of `make campaign`.
@@ -55,7 +57,7 @@ say_if_slow = @test -e $(KERNEL)/lib/update_avx2.so || echo "The C++ update kern
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
-	$(BIN)/offload demo --model $(MODEL) $(if $(NEAR),--near)
+	$(BIN)/offload demo --model $(MODEL) $(if $(NEAR),--near) $(if $(BEYOND),--beyond)
 
 # OpenMP threads that spin make a test twenty times as long where something else runs as well.
 test: export OMP_WAIT_POLICY ?= PASSIVE

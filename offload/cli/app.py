@@ -89,6 +89,9 @@ def demo(
     near: Annotated[
         bool, typer.Option("--near", help="Let a server of its own update the state.")
     ] = False,
+    beyond: Annotated[
+        bool, typer.Option("--beyond", help="Keep parameters and gradients on the drive, too.")
+    ] = False,
     allow_volatile: AllowVolatile = False,
     as_json: Json = False,
 ) -> None:
@@ -107,6 +110,7 @@ def demo(
         directory=os.path.abspath(directory),
         steps=steps,
         near=near,
+        beyond=beyond,
         allow_volatile=allow_volatile,
         quiet=as_json,
     )

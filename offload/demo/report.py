@@ -58,7 +58,7 @@ class Progress:
         if kind == "resumed":
             self.say(
                 f"[bold]Resumed from step {event['step']}[/]: read "
-                f"{size(event['restore_bytes'])} in {event['restore_s']:.2f} s, the 16-bit "
+                f"{size(event['restore_bytes'])} in {event['restore_s']:.2f} s, 16-bit "
                 "parameters and nothing else"
             )
             self._bar.update(self._task, completed=event["step"], state="resumed")
@@ -137,3 +137,8 @@ def show(report: dict[str, Any], console: Console) -> None:
         "from the page cache, without load_state_dict.",
         style="dim",
     )
+    if report["uninterrupted"]:
+        console.print(
+            "All losses, and the last parameters, are those of the run that was not killed and had "
+            "parameters and gradients in memory, bit for bit."
+        )

@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from offload.demo import SCENARIOS, DemoError, Scenario, require_modules
+from offload.demo.plain_save import measure_torch_save
 from offload.demo.report import Event, Progress, show
 from offload.units import size
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 _MARKER = ".offload-demo"
 """Name of the file that marks a directory made by the demo, which the demo may empty."""
+
+_WHOLE = "uninterrupted"
+"""Name of the store of a run that is not killed, and has only its state on the drive."""
 
 _STORE = "store"
 """Name of the store in the demo's directory, and of the run if a server has it."""
@@ -46,6 +50,7 @@ def run_demo(
     directory: str,
     steps: int | None = None,
     near: bool = False,
+    beyond: bool = False,
     allow_volatile: bool = False,
     quiet: bool = False,
 ) -> dict[str, Any]:
@@ -58,6 +63,9 @@ def run_demo(
             Otherwise it must be empty or absent.
         steps: Number of optimizer steps in the whole run; None for the scenario's own number.
         near: Whether a server of its own updates the state, to which the training process connects.
+        beyond: Whether gradients and the parameters of blocks are on the drive as well. All losses
+            and the last parameters are then compared with those of a run in memory that is not
+            killed.
         allow_volatile: Whether to accept a file system that loses its content at power-off.
         quiet: Whether to print nothing.
 
@@ -65,22 +73,29 @@ def run_demo(
         DemoError: The demo cannot run here, or its run did not show what it should.
     """
     began = time.perf_counter()
+    if near and beyond:
+        raise DemoError(
+            "--near and --beyond exclude each other: parameters on the drive need the drive here; "
+            "leave one of them out"
+        )
     scenario = SCENARIOS[model]
     total = scenario.steps if steps is None else steps
     every = min(scenario.every, total // 2)
     require_modules(scenario)
-    store = _prepare(directory, scenario)
+    store = _prepare(directory, scenario, beyond=beyond)
     log = os.path.join(directory, "train.log")
     # Half-way between two checkpoints, near the middle of the run.
     kill_step = every * (total // (2 * every)) + (every + 1) // 2
     with _server(directory, log) if near else nullcontext(directory) as place:
-        arguments = [f"--model={model}", f"--directory={place}/{_STORE}"]
-        arguments += [f"--steps={total}", f"--every={every}"]
-        if allow_volatile:
-            arguments.append("--allow-volatile")
+        settings = [f"--model={model}", f"--steps={total}"]
+        settings += ["--allow-volatile"] * allow_volatile + ["--bf16"] * beyond
+        arguments = [*settings, f"--directory={place}/{_STORE}", f"--every={every}"]
+        arguments += ["--beyond"] * beyond
         with Progress(console, scenario.title, steps=total, quiet=quiet) as progress:
             if near:
                 progress.say(f"A server updates the state: gradients in, parameters out of {place}")
+            if beyond:
+                progress.say("State, gradients and the parameters of blocks are on the drive")
             progress.say(f"Training {scenario.title} for {total} steps, a checkpoint every {every}")
             first = _train([*arguments, f"--kill={kill_step}"], log, progress)
             killed = _killed(store, first[-1], kill_step)
@@ -90,7 +105,22 @@ def run_demo(
             )
         with Progress(console, scenario.title, steps=total, quiet=quiet) as progress:
             second = _train(arguments, log, progress)
-    report = _report(scenario, first, second, killed, store, total, every, near, began)
+    whole = None
+    if beyond:
+        other = os.path.join(directory, _WHOLE)
+        with Progress(console, scenario.title, steps=total, quiet=quiet) as progress:
+            progress.say("The same in one go, with parameters and gradients in memory")
+            one_go = [*settings, f"--directory={other}", f"--every={total}"]
+            whole = _train(one_go, log, progress)
+        shutil.rmtree(other)
+    report = _report(
+        scenario, first, second, killed, store, total, every, began, near=near, whole=whole
+    )
+    if report["uninterrupted"] not in (None, {"losses": True, "parameters": True}):
+        raise DemoError(
+            "the run with all on the drive differs from the uninterrupted one in memory: this is a "
+            f"bug of offload; the output of the processes is in {log}"
+        )
     if not report["equal"]:
         different = [row["step"] for row in report["repeated"] if not row["equal"]]
         show(report, console)
@@ -101,7 +131,7 @@ def run_demo(
     return report
 
 
-def _prepare(directory: str, scenario: Scenario) -> str:
+def _prepare(directory: str, scenario: Scenario, *, beyond: bool) -> str:
     """Empty or make the directory, check its free space, and return the store's path in it."""
     marker = os.path.join(directory, _MARKER)
     try:
@@ -121,13 +151,15 @@ def _prepare(directory: str, scenario: Scenario) -> str:
     except OSError as error:
         raise DemoError(f"cannot prepare the directory {directory}: {error}") from error
     # A server has the parameters in a file as well, which leaves before torch.save is measured.
-    needed = scenario.num_parameters * _BYTES_PER_PARAMETER * (_SLOTS + 1)
+    # The run that is not killed leaves before that, too.
+    more = _SLOTS if beyond else 1
+    needed = scenario.num_parameters * _BYTES_PER_PARAMETER * (_SLOTS + more)
     needed += needed // 50 + (16 << 20)  # headers, manifests, train_state, directories
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise DemoError(
             f"{directory} has {size(free)} free, but the demo with {scenario.title} needs "
-            f"{size(needed)}, {_SLOTS} times the training state, and once more for torch.save. "
+            f"{size(needed)}, {_SLOTS + more} times the training state. "
             "Name a --directory on another disk, or pass --model tiny"
         )
     return os.path.join(directory, _STORE)
@@ -234,8 +266,10 @@ def _report(
     store: str,
     steps: int,
     every: int,
-    near: bool,
     began: float,
+    *,
+    near: bool,
+    whole: list[Event] | None,
 ) -> dict[str, Any]:
     """Measure `torch.save` on the same state, and return the complete report, as JSON values.
 
@@ -255,7 +289,7 @@ def _report(
     with open_checkpoint(store) as checkpoint:
         arrays = ["model", *checkpoint.state_arrays]
         scratch = os.path.join(os.path.dirname(store), "torch_save.pt")
-        torch_save = _measure_torch_save(checkpoint.path, arrays, scratch)
+        torch_save = measure_torch_save(checkpoint.path, arrays, scratch)
     before, after = (
         {event["step"]: event["loss"] for event in events if event["event"] == "update"}
         for events in (first, second)
@@ -273,6 +307,7 @@ def _report(
     return {
         "model": scenario.name,
         "near": near,
+        "uninterrupted": None if whole is None else _compared(first + second, whole),
         "title": scenario.title,
         "num_parameters": end["num_parameters"],
         "steps": steps,
@@ -306,6 +341,17 @@ def _report(
     }
 
 
+def _compared(killed: list[Event], whole: list[Event]) -> dict[str, bool]:
+    """Return whether a run that was killed had the losses and parameters of one that was not."""
+    losses = {event["step"]: event["loss"] for event in whole if event["event"] == "update"}
+    updates = [event for event in killed if event["event"] == "update"]
+    same = all(losses[event["step"]] == event["loss"] for event in updates)
+    return {
+        "losses": same and {event["step"] for event in updates} == {*losses},
+        "parameters": killed[-1]["digest"] == whole[-1]["digest"],
+    }
+
+
 def _crossing(events: list[Event]) -> float:
     """Return the bytes that a step without a checkpoint sends to a server and receives from it."""
     steps = [event for event in events if event["event"] == "step"]
@@ -316,52 +362,3 @@ def _crossing(events: list[Event]) -> float:
         if event["checkpoint_call_s"] is None
     ]
     return statistics.median(found) if found else 0.0
-
-
-def _measure_torch_save(checkpoint: str, arrays: list[str], scratch: str) -> dict[str, Any]:
-    """Save the state of a checkpoint with `torch.save`, load it again, and remove the file.
-
-    Returns:
-        Entries of the report. Each time is the faster of two runs: of saving with fsync, and of
-        loading from the disk, not from the page cache.
-
-    Args:
-        checkpoint: Directory of a checkpoint; its files are read with `safetensors`.
-        arrays: Names of the checkpoint's files to save, without ``.safetensors``.
-        scratch: Path of the file to write; it must be on the disk to be measured.
-    """
-    import torch
-    from safetensors.torch import load_file
-    from torch.serialization import get_crc32_options, set_crc32_options
-
-    state: dict[str, Any] = {
-        name: load_file(os.path.join(checkpoint, f"{name}.safetensors")) for name in arrays
-    }
-    saves: list[float] = []
-    loads: list[float] = []
-    checksums = get_crc32_options()
-    # Without its checksums torch.save takes half the time. The comparison is with the faster
-    # variant.
-    set_crc32_options(False)
-    fd = os.open(scratch, os.O_RDONLY | os.O_CREAT)
-    try:
-        for _ in range(2):
-            began = time.perf_counter()
-            torch.save(state, scratch)
-            os.fsync(fd)
-            saves.append(time.perf_counter() - began)
-        state.clear()
-        for _ in range(2):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            began = time.perf_counter()
-            torch.load(scratch, map_location="cpu", weights_only=True)
-            loads.append(time.perf_counter() - began)
-        return {
-            "torch_save_bytes": os.path.getsize(scratch),
-            "torch_save_s": min(saves),
-            "torch_load_s": min(loads),
-        }
-    finally:
-        set_crc32_options(checksums)
-        os.close(fd)
-        os.remove(scratch)

@@ -7,6 +7,7 @@ that started it can show the progress. With ``--kill`` it kills itself in the mi
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -25,9 +26,21 @@ from offload.demo.models import build
 
 
 def train(
-    scenario: Scenario, directory: str, *, steps: int, every: int, volatile: bool, killing: Killing
+    scenario: Scenario,
+    directory: str,
+    *,
+    steps: int,
+    every: int,
+    volatile: bool,
+    killing: Killing,
+    beyond: bool,
+    loss_function: Callable[[nn.Module, Tensor], Tensor],
 ) -> None:
-    """Train up to step `steps`, from the newest checkpoint in `directory` if there is one."""
+    """Train up to step `steps`, from the newest checkpoint in `directory` if there is one.
+
+    With `beyond`, gradients and the parameters of blocks are on the drive as well.
+    """
+    where: dict[str, Any] = {"parameters": "drive", "gradients": "drive"} if beyond else {}
     model, encode = build(scenario.name)
     batches = Batches(encode, batch=scenario.batch, tokens=scenario.tokens)
     torch.manual_seed(1)
@@ -37,19 +50,19 @@ def train(
         directory=directory,
         model=model,
         keep=2,
-        options=offload.Options(chunk_bytes=scenario.chunk_bytes, allow_volatile=volatile),
+        options=offload.Options(chunk_bytes=scenario.chunk_bytes, allow_volatile=volatile, **where),
         lr=scenario.lr,
         weight_decay=0.01,
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     start = resume(optimizer, scheduler)
     if start == 0:
-        say("evaluated", step=0, loss=evaluate(model, batches))
+        say("evaluated", step=0, loss=evaluate(model, batches, loss_function))
 
     handle = None
     for step in range(start + 1, steps + 1):
         began = time.perf_counter()
-        loss = loss_of(model, batches[step])
+        loss = loss_function(model, batches[step])
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         value = float(loss.item())
@@ -81,8 +94,8 @@ def train(
     if handle is not None:
         handle.result()
     optimizer.synchronize()
-    say("evaluated", step=steps, loss=evaluate(model, batches))
-    say("end", **totals(optimizer))
+    say("evaluated", step=steps, loss=evaluate(model, batches, loss_function))
+    say("end", digest=digest_of(model), **totals(optimizer))
     optimizer.close()
 
 
@@ -112,8 +125,14 @@ def resume(
     return checkpoint.step
 
 
+def loss_in_bf16(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the loss of one batch, as a 0-d tensor, with the parameters as they are."""
+    output: Any = model(input_ids=ids, labels=ids)
+    return cast("Tensor", output.loss)
+
+
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the loss of one batch, as a 0-d tensor.
+    """Return the loss of one batch, as a 0-d tensor, with all parameters upcast.
 
     Without hardware support a product of bf16 matrices takes ten times as long as one of float32.
     So the parameters are upcast before the forward. The gradients still arrive in bf16.
@@ -125,12 +144,24 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Batches) -> float:
+def evaluate(
+    model: nn.Module,
+    batches: Batches,
+    loss_function: Callable[[nn.Module, Tensor], Tensor] = loss_of,
+) -> float:
     """Return the loss on held-out batches."""
     model.eval()
-    loss = float(loss_of(model, batches.held_out()).item())
+    loss = float(loss_function(model, batches.held_out()).item())
     model.train()
     return loss
+
+
+def digest_of(model: nn.Module) -> str:
+    """Return a digest of the bits of all parameters."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def totals(optimizer: offload.OffloadedOptimizer) -> dict[str, float]:
@@ -179,6 +210,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, required=True)
     parser.add_argument("--allow-volatile", action="store_true")
     parser.add_argument("--kill", type=int)
+    parser.add_argument("--beyond", action="store_true")
+    # Upcast parameters of all blocks would be in memory at once.
+    parser.add_argument("--bf16", action="store_true")
     options = parser.parse_args()
     train(
         SCENARIOS[options.model],
@@ -187,6 +221,8 @@ def main() -> None:
         every=options.every,
         volatile=options.allow_volatile,
         killing=Killing(options.kill),
+        beyond=options.beyond,
+        loss_function=loss_in_bf16 if options.bf16 else loss_of,
     )
 
 
