@@ -29,7 +29,7 @@ from offload.blocks.places import Place, place_of
 from offload.blocks.pool import Pool, num_references
 from offload.blocks.sources import HostSource, Source
 from offload.blocks.units import ALIGNMENT, Arrival, Member, Unit
-from offload.device.boundary import HOST
+from offload.device.boundary import HOST, Event
 from offload.device.filed import FiledTensor
 from offload.errors import MismatchError, OffloadError, UnsupportedParameterError
 from offload.model.homes import Keeper
@@ -207,7 +207,7 @@ class StreamedBlocks(Keeper):
         if self.is_ended:
             raise OffloadError(
                 "the values of this parameter are in the directory of an optimizer that is closed: "
-                "make the optimizer anew and call restore(), or use offload.load_parameters()"
+                "make model and optimizer anew and call restore(), or use offload.load_parameters()"
             )
         found = [self._of[id(parameter)]] if parameter is not None else list(self._of.values())
         is_recorded = torch.is_grad_enabled()
@@ -252,7 +252,18 @@ class StreamedBlocks(Keeper):
         coming, unit.coming = unit.coming, None
         if coming is not None:
             self._meter.block_loads_unused += 1
-            self._pools[unit.device].put(coming.buffer, coming.filled.result())
+            self._arrived(unit, coming, is_guess=True)
+
+    def _arrived(self, unit: Unit, coming: Arrival, *, is_guess: bool) -> Event:
+        """Wait for what is read ahead. A guess that fails is no error, but has no values."""
+        pool, error = self._pools[unit.device], coming.filled.exception()
+        if error is None and not is_guess:
+            return coming.filled.result()
+        after = self._places[unit.device].now() if error is not None else coming.filled.result()
+        pool.put(coming.buffer, after)
+        if error is not None and not is_guess:
+            raise error
+        return after
 
     # Coming and going.
 
@@ -264,12 +275,16 @@ class StreamedBlocks(Keeper):
             if not coming.filled.done():
                 meter.block_loads_waited += 1
             started = time.perf_counter()
-            buffer, ready = coming.buffer, coming.filled.result()
+            buffer, ready = coming.buffer, self._arrived(unit, coming, is_guess=False)
         else:
             started = time.perf_counter()
             self._make_room(unit)
             buffer, after = self._pools[unit.device].get()
-            ready = self._source.read(unit, buffer, after)
+            try:
+                ready = self._source.read(unit, buffer, after)
+            except BaseException:
+                self._pools[unit.device].put(buffer, self._places[unit.device].now())
+                raise
         meter.wait_blocks_s += time.perf_counter() - started
         meter.block_loads += 1
         meter.block_bytes += unit.nbytes
@@ -377,7 +392,7 @@ class StreamedBlocks(Keeper):
             for unit in list(self._loaded):
                 self._settle(unit, force=force)
             for coming in (unit.coming for unit in self.units if unit.coming is not None):
-                coming.filled.result()
+                coming.filled.exception()  # of a guess, which only a use raises
             for place in self._places.values():
                 place.wait_filled()
 

@@ -15,7 +15,13 @@ import torch
 
 import offload
 from gds import PosixBackend, StorageError
-from offload.errors import DamagedError, MismatchError, NotRestoredError, OffloadError
+from offload.errors import (
+    DamagedError,
+    MismatchError,
+    NotRestoredError,
+    OffloadError,
+    UnsupportedParameterError,
+)
 from tests.blocks.models import HYPER, Model, batch, make, pair
 from tests.blocks.test_bits import OPTIMIZERS, PREPARED, USES
 from tests.crash.fault_backend import FaultBackend
@@ -89,7 +95,7 @@ def test_compressed_state_has_the_bits_that_it_has_in_memory(settings: Any, tmp_
 
 
 def on_the_drive(model: torch.nn.Module, directory: Path, **settings: Any) -> Any:
-    options = offload.Options(chunk_bytes=32768, **{**ALL_DRIVE, **settings})
+    options = offload.Options(**{"chunk_bytes": 32768, **ALL_DRIVE, **settings})
     return offload.AdamW(
         model.parameters(), directory=directory, model=model, options=options, **HYPER
     )
@@ -185,7 +191,7 @@ def test_a_checkpoint_writes_no_parameter_that_a_step_has_written(tmp_path: Path
     assert written < 1.5 * (1 << 20)  # train state, manifest, and the mebibytes at both ends
 
 
-def test_a_damaged_block_is_refused_before_it_is_used(tmp_path: Path) -> None:
+def test_a_damaged_range_that_has_values_for_memory_is_refused_by_a_restore(tmp_path: Path) -> None:
     model = make()
     with on_the_drive(model, tmp_path / "run", gradients=None) as optimizer:
         model.loss(batch(0)).backward()
@@ -196,10 +202,11 @@ def test_a_damaged_block_is_refused_before_it_is_used(tmp_path: Path) -> None:
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
     model = make()
-    with on_the_drive(model, tmp_path / "run", gradients=None) as optimizer:
+    with (
+        on_the_drive(model, tmp_path / "run", gradients=None) as optimizer,
+        pytest.raises(DamagedError, match=r"model\.safetensors"),
+    ):
         optimizer.restore()
-        with pytest.raises(DamagedError, match=r"model\.safetensors"):
-            model.loss(batch(1))
 
 
 def test_a_block_that_cannot_be_read_is_named_and_training_goes_on(tmp_path: Path) -> None:
@@ -256,6 +263,42 @@ def test_what_would_need_other_values_is_refused(tmp_path: Path) -> None:
         with pytest.raises(MismatchError, match="call restore"):
             optimizer.load_state_dict(reference)
         optimizer.restore()
+
+
+def test_gradients_set_by_hand_after_a_restore(tmp_path: Path) -> None:
+    model = make()
+    with on_the_drive(model, tmp_path / "run") as optimizer:
+        model.loss(batch(0)).backward()
+        optimizer.step()
+        optimizer.checkpoint().result()
+    model = make()
+    with on_the_drive(model, tmp_path / "run", gradients=None) as optimizer:
+        optimizer.restore()
+        for p in model.parameters():
+            p.grad = torch.ones(p.shape, dtype=p.dtype)
+        optimizer.step()
+        assert torch.isfinite(model.loss(batch(1)))
+
+
+def test_a_drive_that_fails_does_not_keep_close_from_closing(tmp_path: Path) -> None:
+    backend, model = FaultBackend(PosixBackend()), make()
+    optimizer = on_the_drive(model, tmp_path / "run", backend=backend)
+    model.loss(batch(0)).backward()
+    optimizer.step()
+    optimizer.checkpoint().result()
+    held = model.state_dict()
+    backend.fail("read", 1, forever=True)
+    optimizer.close()
+    backend.repair()
+    assert_same_parameters(model.state_dict().items(), held.items())
+    model = make()
+    with on_the_drive(model, tmp_path / "run") as optimizer:
+        optimizer.restore()
+    with pytest.raises(UnsupportedParameterError, match="build the model anew"):
+        on_the_drive(model, tmp_path / "run")
+    model = make()
+    with on_the_drive(model, tmp_path / "run") as again:
+        assert again.restore().step == 1
 
 
 def run_program(*arguments: Any, kill_after: float | None = None) -> dict[str, Any] | None:
