@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from offload.engine.stepping import StepStrategy
-from offload.engine.training_state import TrainingState
+from offload.engine.training_state import Groups, TrainingState
 from offload.errors import UnsupportedParameterError
 from offload.model.outside import is_outside
 from offload.options import Options
@@ -86,9 +86,12 @@ def _keeps_state(options: Options) -> bool:
     return bool(options.host_memory_bytes or options.memory_directory)
 
 
-def streaming_for(model: torch.nn.Module, options: Options, state: TrainingState) -> StepStrategy:
+def streaming_for(
+    model: torch.nn.Module, options: Options, groups: Groups, state: TrainingState
+) -> StepStrategy:
     """Return the strategy of steps of a model whose blocks are streamed; see `StreamedSteps`."""
     from offload.blocks.steps import FiledSteps, StreamedSteps
 
-    kind = FiledSteps if options.parameters == "drive" else StreamedSteps
-    return kind(state, model, options.block_patterns)
+    if options.parameters == "drive":
+        return FiledSteps(state, model, options.block_patterns, groups)
+    return StreamedSteps(state, model, options.block_patterns)

@@ -17,7 +17,7 @@ from offload.blocks.places import Place, pages
 from offload.blocks.units import Member, Unit
 from offload.device.boundary import HOST, Event, boundary_of
 from offload.device.filed import FiledTensor
-from offload.model.parameters import is_stepped
+from offload.errors import DamagedError, OffloadError
 from offload.model.tensor_image import bytes_of
 from offload.stream.model_reader import ModelReader
 
@@ -116,6 +116,7 @@ class SlotSource(HostSource):
         backend: Backend that allocates memory for reads.
         reader: Function that returns the reader of the present slot's model file, and the first
             byte of each parameter in the file's data, by name.
+        is_written: Function that returns whether steps write a parameter into the slot.
     """
 
     def __init__(
@@ -123,8 +124,10 @@ class SlotSource(HostSource):
         places: Mapping[torch.device, Place],
         backend: Backend,
         reader: Callable[[], tuple[ModelReader, Mapping[str, int]]],
+        is_written: Callable[[Member], bool],
     ) -> None:
         super().__init__(places)
+        self._is_written = is_written
         self._backend = backend
         self._reader = reader
         self._filed: dict[Member, FiledTensor] = {}
@@ -144,6 +147,14 @@ class SlotSource(HostSource):
         """Give a parameter memory, which has no values yet."""
         self._homes[member] = torch.full(member.shape, torch.nan, dtype=member.dtype, device=HOST)
 
+    def keep(self, member: Member) -> None:
+        """Give a parameter memory, which steps write no more; without values if none are found."""
+        if member in self._filed and member not in self._homes:
+            try:
+                self._homes[member] = self._value(member)
+            except (OSError, OffloadError):  # a restore comes next, which brings values
+                self.hold(member)
+
     def file(self, members: Iterable[Member]) -> None:
         """Record that the slot has the values of some parameters, and free their memory."""
         for member in members:
@@ -157,13 +168,13 @@ class SlotSource(HostSource):
 
     def stays_filed(self, member: Member) -> bool:
         """Return whether a restore leaves a parameter in the model file: if steps write it."""
-        return member in self._filed or is_stepped(member.parameter)
+        return self._is_written(member)
 
     def write(self, member: Member, value: torch.Tensor) -> None:
         """Take a value that the program has edited; it stays in memory until the next step."""
         if member in self._homes:
             super().write(member, value)
-        elif not same_bits(value.cpu(), self._value(member)):
+        elif not self._has(member, value.cpu()):
             self._homes[member] = value.detach().clone().contiguous()
 
     def read(self, unit: Unit, buffer: torch.Tensor, after: Event) -> Event:
@@ -174,8 +185,6 @@ class SlotSource(HostSource):
             gds.StorageError: The file cannot be read.
         """
         with self._lock:
-            for place in self._places.values():
-                place.wait_filled()  # what was read before may not have been copied yet
             place, last = self._places[unit.device], after
             filed = [member for member in unit.members if member not in self._homes]
             values = self._from_file(filed)
@@ -186,6 +195,13 @@ class SlotSource(HostSource):
                 last = place.fill(value, into, [after])
             return last
 
+    def _has(self, member: Member, value: torch.Tensor) -> bool:
+        """Return whether the file surely has a value; if it cannot be read, memory keeps it."""
+        try:
+            return same_bits(value, self._value(member))
+        except (OSError, DamagedError):
+            return False
+
     def _value(self, member: Member) -> torch.Tensor:
         with self._lock:
             found = self._from_file([member])[member]
@@ -195,6 +211,8 @@ class SlotSource(HostSource):
         """Return the bytes of parameters in the file; they stay until the next call."""
         if not members:
             return {}
+        for place in self._places.values():
+            place.wait_filled()  # what was read before may not have been copied yet
         reader, starts = self._reader()
         runs: list[list[Member]] = []
         for member in sorted(members, key=lambda member: starts[member.name]):

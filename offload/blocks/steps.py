@@ -17,12 +17,12 @@ from offload.blocks.streaming import StreamedBlocks
 from offload.blocks.units import Member, Unit, find_units
 from offload.engine.stepping import StepStrategy
 from offload.engine.training_state import Groups, TrainingState
-from offload.errors import NotRestoredError
+from offload.errors import DamagedError, NotRestoredError
 from offload.format.manifest import Manifest
 from offload.model.outside import is_outside
 from offload.model.parameters import is_stepped
 from offload.store.slots.slot import Slot
-from offload.store.state_store import StateSource
+from offload.store.state_store import StateSource, try_to_quarantine
 from offload.stream.model_reader import ModelReader
 
 
@@ -72,7 +72,7 @@ class StreamedSteps(StepStrategy):
         """Drop all blocks, because a restore replaces their values."""
         self._blocks.drop_all()
 
-    def restored(self) -> None:
+    def restored(self, *, found: bool = True) -> None:  # noqa: ARG002
         """Let blocks be loaded again."""
         self._blocks.refresh()
 
@@ -108,14 +108,20 @@ class FiledSteps(StreamedSteps):
     """Whether there are parameters that have no values before a restore."""
 
     def __init__(
-        self, state: TrainingState, model: torch.nn.Module, patterns: Sequence[str]
+        self,
+        state: TrainingState,
+        model: torch.nn.Module,
+        patterns: Sequence[str],
+        groups: Groups,
     ) -> None:
+        self._known: tuple[object, set[int]] = (None, set())
+        self._note_given(groups)
         super().__init__(state, model, patterns)
         state.memory.reads_model = True
         outside = {id(p) for p in model.parameters() if is_outside(p)}
-        members = [member for unit in self._blocks.units for member in unit.members]
+        members = self._members()
         for member in members:
-            if id(member.parameter) in outside and is_stepped(member.parameter):
+            if id(member.parameter) in outside and self._is_written(member):
                 self._source.file([member])
             elif id(member.parameter) in outside:
                 self._source.hold(member)  # steps do not write what is frozen
@@ -131,7 +137,7 @@ class FiledSteps(StreamedSteps):
 
         def make(places: Mapping[torch.device, Place]) -> HostSource:
             """Make the source of the blocks' values."""
-            self._source = SlotSource(places, backend, self._present)
+            self._source = SlotSource(places, backend, self._present, self._is_written)
             return self._source
 
         return StreamedBlocks(units, self._state.meter, make)
@@ -141,27 +147,57 @@ class FiledSteps(StreamedSteps):
         self._require_values()
         self._blocks.settle()
         self._blocks.abandon()
-        if self._reader is not None:
-            self._reader.check_all()
+        self._check_restored()
+        num_passes = self._state.meter.steps
         try:
             StepStrategy.step(self, groups)
-            self._source.file(self._trained())
+            if self._state.meter.steps > num_passes:  # without gradients, nothing is written
+                self._source.file(filter(self._is_known, self._members()))
         finally:
             self._blocks.refresh(is_stepped)
 
-    def restored(self) -> None:
-        """Let blocks be loaded again, from the restored slot."""
-        sealed = self._state.slots.sealed
-        self._close()
-        self._restored = None if sealed is None else sealed.manifest
-        self._source.file(self._trained())
-        self._lacks_values = False
-        super().restored()
+    def attach(self, groups: Callable[[], Groups | None]) -> None:
+        """Move the parameters of the blocks to their homes, and put hooks on the blocks."""
+        super().attach(groups)
+        self._groups = groups
+
+    def added(self, groups: Groups) -> None:
+        """Note parameters that steps write from now on."""
+        self._note_given(groups)
+
+    def give_up(self) -> None:
+        """Drop all blocks. What steps may write no more gets memory, for a restore to fill."""
+        super().give_up()
+        self._note_given(self._groups() or ())
+        for member in self._members():
+            if not self._is_to_be_stepped(member):
+                self._source.keep(member)
+
+    def restored(self, *, found: bool = True) -> None:
+        """Let blocks be loaded again, from the restored slot if there is one."""
+        if found:
+            sealed = self._state.slots.sealed
+            self._close()
+            self._restored = None if sealed is None else sealed.manifest
+            self._source.file(filter(self._is_written, self._members()))
+            self._lacks_values = False
+        if not self._lacks_values:
+            super().restored(found=found)
 
     def settle(self, call: str) -> None:
-        """Bring the program's edits home."""
+        """Bring the program's edits home, and check what is about to be copied or given away."""
         self._require_values()
         super().settle(call)
+        if call in ("checkpoint()", "materialized()"):
+            self._check_restored()
+
+    def _check_restored(self) -> None:
+        """Compare blocks of a restored slot with their digests that nothing has read so far."""
+        self._state.lifecycle.require_usable()
+        if self._restored is not None:
+            self._present()
+        if self._reader is not None:
+            self._reader.check_all()
 
     def _require_values(self) -> None:
         if self._lacks_values:
@@ -175,24 +211,49 @@ class FiledSteps(StreamedSteps):
         super().end()
         self._close()
 
-    def _trained(self) -> list[Member]:
-        known = {id(t.parameter) for t in self._state.table.trainables}
-        return [m for unit in self._blocks.units for m in unit.members if id(m.parameter) in known]
+    def _members(self) -> list[Member]:
+        return [member for unit in self._blocks.units for member in unit.members]
+
+    def _note_given(self, groups: Groups) -> None:
+        self._given = {id(p) for group in groups for p in group["params"]}
+
+    def _is_known(self, member: Member) -> bool:
+        """Return whether the layout of the state has a parameter, so that every pass writes it."""
+        trainables = self._state.table.trainables
+        if self._known[0] is not trainables:
+            self._known = trainables, {id(t.parameter) for t in trainables}
+        return id(member.parameter) in self._known[1]
+
+    def _is_to_be_stepped(self, member: Member) -> bool:
+        return id(member.parameter) in self._given and is_stepped(member.parameter)
+
+    def _is_written(self, member: Member) -> bool:
+        """Return whether steps write a parameter, from the next one on."""
+        return self._is_known(member) or self._is_to_be_stepped(member)
 
     def _present(self) -> tuple[ModelReader, Mapping[str, int]]:
         """Return the reader of the slot that holds the state now, and where parameters are."""
         self._require_values()
         slot = self._state.slots.present
+        if slot is None:  # a restore has failed half way
+            self._state.lifecycle.require_usable()
         if self._reader is None or slot is not self._slot:
             restored = self._restored
             self._close()
             self._slot, present = slot, cast(Slot, slot)
-            remedy = self._state.lifecycle.remedy
             self._reader = ModelReader(
-                present, self._state.ring(), restored=restored, remedy=remedy
+                present, self._state.ring(), restored=restored, damaged=self._damaged
             )
         entries = cast(Slot, slot).layout.model_header.entries
         return self._reader, {name: entry.start for name, entry in entries.items()}
+
+    def _damaged(self, error: DamagedError) -> str:
+        """Quarantine the restored checkpoint, as a step does; return what the user can do."""
+        state, sealed, refusal = self._state, self._state.slots.sealed, ""
+        if sealed is not None and not state.lifecycle.broken:
+            state.lifecycle.broken = f"{sealed.path} is damaged"
+            refusal = try_to_quarantine(state.store, sealed, error)
+        return refusal or state.lifecycle.remedy()
 
     def _close(self) -> None:
         if self._reader is not None:

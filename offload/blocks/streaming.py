@@ -197,7 +197,7 @@ class StreamedBlocks(Keeper):
         if self.is_ended:
             raise OffloadError(
                 "the values of this parameter are in the directory of an optimizer that is closed: "
-                "make the optimizer anew and call restore(), or use offload.load_parameters()"
+                "make model and optimizer anew and call restore(), or use offload.load_parameters()"
             )
         found = [self._of[id(parameter)]] if parameter is not None else list(self._of.values())
         is_recorded = torch.is_grad_enabled()

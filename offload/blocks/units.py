@@ -229,6 +229,11 @@ def _require_plain(name: str, parameter: torch.Tensor) -> None:
         why = "has no shape yet: run one forward, model(example), first"
     elif parameter.is_quantized or parameter.layout != torch.strided:
         why = f"is a {parameter.layout} tensor of {parameter.dtype}"
+    elif hasattr(parameter, "_offload_keeper"):
+        raise UnsupportedParameterError(
+            f"the values of {name!r} are in the directory of an optimizer that is closed: build "
+            "the model anew, and call restore() after making the optimizer"
+        )
     elif hasattr(kind, "__tensor_flatten__") or (
         issubclass(kind, torch.nn.Parameter) and kind not in _PLAIN
     ):

@@ -337,7 +337,7 @@ class Engine:
             reencode=reencode,
             require=require,
         )
-        self.strategy.restored()
+        self.strategy.restored(found=checkpoint is not None)
         return checkpoint
 
     def pin(self, name: str, which: int | str | None, *, require: Callable[[], None]) -> None:
@@ -401,6 +401,7 @@ class Engine:
 
     def materialize(self, groups: Groups) -> MaterializedState:
         """Read the present state into memory; see `OffloadedOptimizer.materialized`."""
+        self.strategy.settle("materialized()")
         return materialize(self, groups)
 
     def synchronize(self) -> None:

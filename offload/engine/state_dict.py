@@ -9,13 +9,14 @@ from typing import Any, Protocol
 
 import torch
 
-from offload.device.staging import flat_tensors
+from offload.device.filed import FiledTensor, FiledTensors
+from offload.device.staging import FlatTensors, flat_tensors
 from offload.engine.lifecycle import warn_unsealed
 from offload.engine.reference import Position, find_referenced, read_reference, reference_to
 from offload.engine.resume import resume
 from offload.engine.stepping import new_pass, run_pass
 from offload.engine.training_state import Groups, TrainingState
-from offload.errors import DamagedError
+from offload.errors import DamagedError, MismatchError
 from offload.exchange.torch_dicts import (
     MASTERS,
     HeldParameter,
@@ -168,15 +169,24 @@ def read_blocks(state: TrainingState) -> Iterator[DecodedBlock]:
     """Yield all state that this rank steps, block by block."""
     table = state.table
     streamer, chunks = state.ring(), range(state.layout.num_chunks)
-    live = flat_tensors(memories(table.trainables), writable=False, traffic=state.meter.traffic)
+    memory, traffic = memories(table.trainables), state.meter.traffic
+    filed = FiledTensors(memory, writable=False, traffic=traffic) if _is_filed(memory) else None
+    live: FlatTensors = filed or flat_tensors(memory, writable=False, traffic=traffic)
     decoder = StateDecoder(state.layout, table.scalars, live)
     reading = RingPass(streamer, source=state.slots.present)
     reading.announce(chunks)
     for chunk in chunks:
         with reading.taken(chunk) as frame, frame.copied_to_host(changes=False) as arrays:
+            if filed is not None and frame.model is not None:
+                filed.place(frame.model.values(chunk))
             yield from decoder.blocks(chunk, arrays)
         state.ranks.progress()
     streamer.begin(state.slots.present, state.chunks())
+
+
+def _is_filed(memory: Sequence[torch.Tensor]) -> bool:
+    """Return whether any parameter is in the model file only."""
+    return any(isinstance(one, FiledTensor) for one in memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,6 +260,11 @@ def _check(state: TrainingState, groups: Groups, state_dict: Mapping[str, Any]) 
         shards = {parameter: shard_of(name, parameter) for name, parameter in named}
     merged, states = read_state_dict(state_dict, groups, state.rule, shards)
     layout, trainables = state.table.describe(merged)
+    if _is_filed(memories(trainables)):
+        raise MismatchError(
+            'parameters="drive" does not take a state dict of torch once parameters are on the '
+            "drive: use offload import and restore(), or load it before the first step"
+        )
     found = [states.get(t.parameter, ParameterState()) for t in trainables]
     return _Loaded(merged, layout, trainables, found, said)
 

@@ -111,8 +111,8 @@ class StepStrategy:
     def give_up(self) -> None:
         """Bring the state to rest for a restore, even if the step in progress fails."""
 
-    def restored(self) -> None:
-        """Record that the state has been restored from a checkpoint."""
+    def restored(self, *, found: bool = True) -> None:
+        """Record that a restore has ended, with the state of a checkpoint if one was found."""
 
     def laid_out(self) -> None:
         """Record that the layout of the state has changed."""

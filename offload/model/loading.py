@@ -14,11 +14,12 @@ from gds import Backend
 from offload.ambient import as_user, in_neutral
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.opening import open_for_parameters
-from offload.errors import MismatchError
+from offload.device.filed import FiledTensor
+from offload.errors import MismatchError, UnsupportedParameterError
 from offload.format.layout import ModelTensor
 from offload.format.unreadable import reading
 from offload.model.buffer_watch import digest_of
-from offload.model.homes import written
+from offload.model.homes import home_of, written
 from offload.model.load_path import (
     ENCODED,
     as_tensor,
@@ -76,7 +77,7 @@ def load_parameters(
             Part of the content may already be in the model.
     """
     require_values(
-        model.named_parameters(),
+        ((name, one) for name, one in model.named_parameters() if home_of(one) is None),
         instead='give it memory first, with model.to_empty(device="cpu"), or train it on the drive',
     )
     with open_for_parameters(checkpoint, backend=backend) as opened:
@@ -85,6 +86,11 @@ def load_parameters(
             model, describe_model(model, [], []), manifest.layout.model, opened.path
         )
         wanted = {t.name: (t.dtype, t.shape) for t in manifest.layout.model}
+        if filed := [one.spec.name for one in stored if isinstance(one.tensor, FiledTensor)]:
+            raise UnsupportedParameterError(
+                f"load_parameters(): {filed[0]!r} is in the directory of an optimizer with "
+                'parameters="drive": call its restore(), or pass a dict to model.load_state_dict()'
+            )
         named = names_in_checkpoint(stored, manifest.layout.model)
         tensors = {
             name: (entry.tensor, (entry.spec.dtype, entry.spec.shape))

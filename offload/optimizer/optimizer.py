@@ -20,7 +20,7 @@ from offload.engine.engine import Engine
 from offload.engine.reference import is_reference
 from offload.engine.state_dict import make_reference
 from offload.engine.stepping import StepStrategy
-from offload.engine.training_state import TrainingState
+from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OffloadError
 from offload.exchange.carried_reference import carry, uncarried
 from offload.exchange.torch_dicts import (
@@ -209,7 +209,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             if on_device:
                 split = options.master == "split"
                 require_steppable(rule, self.param_groups, options.state_dtype, split=split)
-            strategy = _strategy_for(options, model)
+            strategy = _strategy_for(options, model, self.param_groups)
             state = TrainingState(
                 rule,
                 as_directories(directory),
@@ -543,11 +543,11 @@ def _require_possible(
 
 
 def _strategy_for(
-    options: Options, model: torch.nn.Module | None
+    options: Options, model: torch.nn.Module | None, groups: Groups
 ) -> Callable[[TrainingState], StepStrategy]:
     """Return what makes the strategy of steps that the options ask for."""
     if model is not None and has_blocks(model, options):
-        return partial(streaming_for, model, options)
+        return partial(streaming_for, model, options, groups)
     if options.parameters is not None:
         logging.getLogger("offload").info(
             "steps write the parameters into the slot, and all of them stay in memory as well: no "

@@ -156,7 +156,7 @@ class DuringBackward(StepStrategy):
         """Make an open pass fail, and close it. The state is torn afterwards."""
         self._abandon()
 
-    def restored(self) -> None:
+    def restored(self, *, found: bool = True) -> None:  # noqa: ARG002
         """Drop placeholders of gradients, and examine the next forward like the first."""
         self._drop_applied()
         self._hooks.watch_again()

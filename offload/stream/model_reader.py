@@ -26,7 +26,7 @@ class ModelReader:
         slot: Slot that holds the state.
         streamer: Streamer that may still be writing to the slot.
         restored: Manifest of the slot, if it was restored; None if this process has written it.
-        remedy: Returns what the user can do about damage, for the message.
+        damaged: Called with damage that is found; returns what the user can do, for the message.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class ModelReader:
         streamer: Streamer,
         *,
         restored: Manifest | None = None,
-        remedy: Callable[[], str] = lambda: "",
+        damaged: Callable[[DamagedError], str] = lambda _: "",
     ) -> None:
         self._slot = slot
         self._streamer = streamer
         self._places = ModelPlaces(slot.layout)
-        self._remedy = remedy
+        self._damaged = damaged
         blocks = () if restored is None else model_file(restored).ranges
         self._unchecked: dict[int, SealedRange] = dict(enumerate(blocks))
         """Blocks that have not been compared with their digests yet, by index."""
@@ -84,12 +84,15 @@ class ModelReader:
             try:
                 self._checked_reads.copy(file, block, context, 0, block.nbytes, memoryview(memory))
             except DamagedError as error:
-                raise DamagedError("; ".join(filter(None, [str(error), self._remedy()]))) from error
+                raise self._advised(error) from error
             del self._unchecked[index]
 
     def close(self) -> None:
         """Free memory. Idempotent."""
         self._checked_reads.close()
+
+    def _advised(self, error: DamagedError) -> DamagedError:
+        return DamagedError("; ".join(filter(None, [str(error), self._damaged(error)])))
 
     def _check(self, start: int, into: Buffer) -> bool:
         """Compare the blocks that hold a part, unless they have been; return whether it is read."""
@@ -114,6 +117,6 @@ class ModelReader:
                 self._checked_reads.copy(file, block, context, low - begin, high - begin, data)
             except DamagedError as error:
                 data[:] = bytes(len(data))
-                raise DamagedError("; ".join(filter(None, [str(error), self._remedy()]))) from error
+                raise self._advised(error) from error
             del self._unchecked[index]
         return True

@@ -15,7 +15,13 @@ import torch
 
 import offload
 from gds import PosixBackend, StorageError
-from offload.errors import DamagedError, MismatchError, NotRestoredError, OffloadError
+from offload.errors import (
+    DamagedError,
+    MismatchError,
+    NotRestoredError,
+    OffloadError,
+    UnsupportedParameterError,
+)
 from tests.blocks.models import HYPER, Model, batch, make, pair
 from tests.blocks.test_bits import OPTIMIZERS, PREPARED, USES
 from tests.crash.fault_backend import FaultBackend
@@ -261,6 +267,42 @@ def test_what_would_need_other_values_is_refused(tmp_path: Path) -> None:
         with pytest.raises(MismatchError, match="call restore"):
             optimizer.load_state_dict(reference)
         optimizer.restore()
+
+
+def test_gradients_set_by_hand_after_a_restore(tmp_path: Path) -> None:
+    model = make()
+    with on_the_drive(model, tmp_path / "run") as optimizer:
+        model.loss(batch(0)).backward()
+        optimizer.step()
+        optimizer.checkpoint().result()
+    model = make()
+    with on_the_drive(model, tmp_path / "run", gradients=None) as optimizer:
+        optimizer.restore()
+        for p in model.parameters():
+            p.grad = torch.ones(p.shape, dtype=p.dtype)
+        optimizer.step()
+        assert torch.isfinite(model.loss(batch(1)))
+
+
+def test_a_drive_that_fails_does_not_keep_close_from_closing(tmp_path: Path) -> None:
+    backend, model = FaultBackend(PosixBackend()), make()
+    optimizer = on_the_drive(model, tmp_path / "run", backend=backend)
+    model.loss(batch(0)).backward()
+    optimizer.step()
+    optimizer.checkpoint().result()
+    held = model.state_dict()
+    backend.fail("read", 1, forever=True)
+    optimizer.close()
+    backend.repair()
+    assert_same_parameters(model.state_dict().items(), held.items())
+    model = make()
+    with on_the_drive(model, tmp_path / "run") as optimizer:
+        optimizer.restore()
+    with pytest.raises(UnsupportedParameterError, match="build the model anew"):
+        on_the_drive(model, tmp_path / "run")
+    model = make()
+    with on_the_drive(model, tmp_path / "run") as again:
+        assert again.restore().step == 1
 
 
 def run_program(*arguments: Any, kill_after: str | None = None) -> dict[str, Any] | None:
