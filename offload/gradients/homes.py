@@ -175,11 +175,26 @@ class DriveHome:
 
     def read(self) -> torch.Tensor:
         """Return the values in new memory."""
+        return self._fill(torch.empty(self._shape, dtype=self._dtype, device="cpu"))
+
+    def _fill(self, values: torch.Tensor) -> torch.Tensor:
         if self.is_zero:
-            return self.scaled(torch.zeros(self._shape, dtype=self._dtype, device="cpu"))
-        values = torch.empty(self._shape, dtype=self._dtype, device="cpu")
-        self.region.read(values)
+            values.zero_()
+        else:
+            self.region.read(values)
         return self.scaled(values)
+
+    @contextmanager
+    def _rewriting(self) -> Iterator[torch.Tensor]:
+        """Yield the values in memory that is kept for this, and write them after the block.
+
+        In new memory for each gradient, the heap would fall to pieces and grow with the model.
+        """
+        with self.region.memory() as memory:
+            values = self._fill(memory.view(self._dtype).view(self._shape))
+            yield values
+            self._norm = None
+            self.write(values)
 
     def scaled(self, values: torch.Tensor) -> torch.Tensor:
         """Multiply values that were read by the factors, in place."""
@@ -198,11 +213,12 @@ class DriveHome:
     def opened(self, *, changes: bool) -> Iterator[torch.Tensor]:
         """Yield the values in new memory; if they change, they are written after the block."""
         self._settle()
-        with _same_form(self.read()) as values:
-            yield values
         if changes:
-            self._norm = None
-            self.write(values)
+            with self._rewriting() as values, _same_form(values) as same:
+                yield same
+        else:
+            with _same_form(self.read()) as values:
+                yield values
 
     def norm(self) -> torch.Tensor | None:
         """Return the norm of the values, unless factors wait or it may have other bits by now."""
@@ -218,10 +234,9 @@ class DriveHome:
         return True
 
     def _added(self, other: torch.Tensor) -> None:
-        with self.region.replacing():  # if the read fails, the sum is lost
-            values = self.read().add_(other)
-            self._norm = None
-            self.write(values)
+        # If the read fails, the sum is lost.
+        with self.region.replacing(), self._rewriting() as values:
+            values.add_(other)
 
     def multiply(self, factor: torch.Tensor | float) -> bool:
         """Note a factor for the next read. Raises what torch raises for a factor of its kind."""

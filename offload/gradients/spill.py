@@ -119,6 +119,7 @@ class Spill:
     def borrow(self, nbytes: int) -> Buffer:
         """Return a buffer for a read; `give_back_buffer` takes it."""
         with self._lock:
+            self.require_open()
             for number, buffer in enumerate(self._reads):
                 if buffer.nbytes >= nbytes:
                     return self._reads.pop(number)
@@ -252,6 +253,15 @@ class Region:
             reading = self.begin_read(first, first + len(part))
             part.copy_(reading.wait())
             reading.release()
+
+    @contextlib.contextmanager
+    def memory(self) -> Iterator[torch.Tensor]:
+        """Yield host memory for all values, as bytes."""
+        buffer = self._spill.borrow(self._nbytes)
+        try:
+            yield _bytes_of(buffer.slice(0, self._nbytes))
+        finally:
+            self._spill.give_back_buffer(buffer)
 
     def begin_read(self, start: int, stop: int) -> Reading:
         """Begin to read some bytes of the values."""
