@@ -170,8 +170,9 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         on_device = options.placement == "device"
         rule = UpdateRule(optimizer_class, hyper, allow_fused=on_device)
         super().__init__(params, dict(rule.defaults))
-        if options.parameters != "drive" or not has_blocks(model, options):
-            require_values(all_parameters(self.param_groups, model), instead=_WITH_VALUES)
+        with neutral():
+            if options.parameters != "drive" or not has_blocks(model, options):
+                require_values(all_parameters(self.param_groups, model), instead=_WITH_VALUES)
         self.state = StateOnStorage()
         if is_remote(directory):
             whom = process_group if several else SEPARATE

@@ -33,7 +33,7 @@ MODELS_AND_CUTS = {
     ("name", "overlap", "parameters"),
     [(name, OVERLAPS[n % 2], None) for n, name in enumerate(MODELS_AND_CUTS)]
     + [("odd-sizes", "backward", None), ("attention", "backward", None)]
-    + [("recomputed-half-precision", overlap, "drive") for overlap in OVERLAPS],
+    + [("odd-sizes", overlap, "drive") for overlap in OVERLAPS],
 )
 def test_every_step_gives_the_same_bits(name, overlap, parameters):
     model, cut = MODELS_AND_CUTS[name]

@@ -345,7 +345,7 @@ def reader_of(run: Run, *, restored: bool) -> ModelReader:
         state.slots.present,
         state.ring(),
         restored=sealed.manifest if restored else None,
-        remedy=state.lifecycle.remedy,
+        damaged=lambda _: state.lifecycle.remedy(),
     )
 
 
