@@ -436,13 +436,17 @@ class Engine:
     def stats(self) -> Stats:
         """Return the totals since construction."""
         state = self.state
-        return collect_stats(
+        found = collect_stats(
             state.meter,
             state.drives,
             state.memory.streamer,
             state.table.layout,
             state.update_code,
         )
+        mover = state.mover
+        if mover is None or mover.spill is None:
+            return found
+        return replace(found, spilled_gradient_bytes=mover.spill.peak_bytes)
 
     def close(self) -> None:
         """Wait for transfers and seals in flight, and release everything. Idempotent.

@@ -142,6 +142,10 @@ class Stats:
     from_server_bytes: int = 0
     """Bytes received from the server that updates: parameters; 0 without one."""
 
+    spilled_gradient_bytes: int = 0
+    """Most bytes of gradients that have been on the drives at once, with
+    ``Options(gradients="drive")``."""
+
     block_loads: int = 0
     """Number of times that a block's parameters were loaded, with ``Options(parameters=...)``."""
 

@@ -39,6 +39,8 @@ class Spill:
         self._files: list[list[_SpillFile]] = [[] for _ in drives]
         self._used = [0 for _ in drives]
         self._free: dict[int, list[tuple[int, _SpillFile, int]]] = {}
+        self.peak_bytes = 0
+        """Most bytes of gradients that have been here at once."""
         self._lock = threading.RLock()
         self._stages: list[tuple[Buffer, IOFuture | None]] = []
         self._next = 0
@@ -70,6 +72,7 @@ class Spill:
                 drive = min(range(len(self._drives)), key=self._used.__getitem__)
                 file, start = self._take(drive, size)
             self._used[drive] += size
+            self.peak_bytes = max(self.peak_bytes, sum(self._used))
         return Region(self, drive, file, start, nbytes)
 
     def give_back(self, drive: int, file: _SpillFile, start: int, nbytes: int) -> None:

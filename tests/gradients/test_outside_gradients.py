@@ -366,7 +366,8 @@ peak = status("VmHWM:") - start
 optimizer.step()
 optimizer.synchronize()
 after = optimizer.stats()
-print(json.dumps({"peak": peak, "gradients": depth * 2048 * 1024 * 2,
+print(json.dumps({"peak": peak, "spilled": after.spilled_gradient_bytes,
+                  "gradients": depth * 2048 * 1024 * 2,
                   "written": after.bytes_written - before.bytes_written,
                   "read": after.bytes_read - before.bytes_read}))
 optimizer.close()
@@ -392,6 +393,7 @@ def test_gradients_on_the_drive_take_no_memory_and_four_bytes_of_traffic(tmp_pat
     small, large = found[8, "drive"], found[32, "drive"]
     assert found[32, "None"]["peak"] > 0.9 * large["gradients"]
     assert large["peak"] < 40 << 20
+    assert large["spilled"] == large["gradients"]
     assert abs(large["peak"] - small["peak"]) < 16 << 20
     num_elements = large["gradients"] // 2
     for name in ("written", "read"):
