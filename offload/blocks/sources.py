@@ -238,7 +238,11 @@ class SlotSource(HostSource):
 
     def _staged(self, nbytes: int) -> Buffer:
         if self._stage is None or self._stage.nbytes < nbytes:
+            self._locks = []  # before the memory is freed
             self._stage = self._backend.allocate(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+            memory = torch.frombuffer(self._stage.memoryview(), dtype=torch.uint8)
+            devices = [device for device in self._places if device.type != HOST.type]
+            self._locks = [boundary_of(device).lock_pages(memory) for device in devices]
         return self._stage
 
 

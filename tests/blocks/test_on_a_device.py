@@ -48,7 +48,7 @@ class Model(torch.nn.Module):
 class Both:
     """The model in host memory, and on the device with streamed blocks."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, parameters: Any = "host") -> None:
         self.plain = Model()
         self.streamed = on_device(Model())
         self.reference = Reference(torch.optim.AdamW, self.plain.parameters(), **HYPER)
@@ -56,7 +56,7 @@ class Both:
             self.streamed.parameters(),
             directory=directory,
             model=self.streamed,
-            options=offload.Options(parameters="host", chunk_bytes=4096),
+            options=offload.Options(parameters=parameters, chunk_bytes=4096),
             **HYPER,
         )
 
@@ -82,9 +82,12 @@ class Both:
             assert_same_bits(values(what(parameter)), what(wanted[name]).detach(), name)
 
 
+@pytest.mark.parametrize("parameters", ["host", "drive"])
 @pytest.mark.parametrize("device", [True, False], ids=["late", "at once"], indirect=True)
-def test_training_has_the_bits_of_host_memory(tmp_path: Path, device: FakeDevice) -> None:
-    both = Both(tmp_path / "run")
+def test_training_has_the_bits_of_host_memory(
+    tmp_path: Path, device: FakeDevice, parameters: str
+) -> None:
+    both = Both(tmp_path / "run", parameters)
     for step in range(3):
         both.train(2 * step)
         both.train(2 * step + 1)
@@ -99,11 +102,12 @@ def test_training_has_the_bits_of_host_memory(tmp_path: Path, device: FakeDevice
     both.streamed.zero_grad()
     both.train(10)
     both.step()
-    assert len(device.locked) >= LAYERS, "homes are page-locked"
+    assert len(device.locked) >= (LAYERS if parameters == "host" else 5), "what is sent is locked"
     with offload.open_checkpoint(path) as checkpoint:
         assert checkpoint.step == 3
     both.optimizer.close()
-    both._compare(lambda parameter: parameter)
+    if parameters == "host":
+        both._compare(lambda parameter: parameter)
 
 
 def test_few_buffers_are_on_the_device(tmp_path: Path, device: FakeDevice) -> None:
