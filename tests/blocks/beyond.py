@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import offload
-from tests.blocks.models import HYPER, Model, batch
+from tests.blocks.models import HYPER, Model, batch, recomputing
 from tests.numerics.reference import Reference
 from tests.process_memory import reset_peak, resident_bytes
 
@@ -61,6 +61,7 @@ def main(kind: str, directory: str, steps: str, layers: str) -> None:
             **HYPER,
         )
         begin = optimizer.restore().step
+    model.recompute = recomputing(reentrant=False)  # else activations grow with the depth
     parameters = sum(p.numel() * 2 for p in model.parameters())
     for step in range(begin, int(steps)):
         for p in model.parameters():
