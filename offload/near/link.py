@@ -127,7 +127,7 @@ class Link:
 
         Raises:
             NearError: The server is lost, and the step may be half taken.
-            BrokenOptimizerError: That has happened before.
+            BrokenOptimizerError: A step was lost before.
             OffloadError: The error of the step on the server.
         """
         with self._talking() as wire, self.changing():
@@ -160,7 +160,7 @@ class Link:
         """Note, if a call is broken off in the block, that no state belongs to the values here.
 
         Raises:
-            BrokenOptimizerError: That has happened before.
+            BrokenOptimizerError: A step was lost before.
         """
         self._require_whole()
         self._has_stepped = self._is_torn = True
