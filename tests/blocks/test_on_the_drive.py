@@ -177,6 +177,27 @@ def test_edits_count_with_and_without_a_gradient_and_in_a_checkpoint(tmp_path: P
     both.compare()
 
 
+def test_an_edit_without_a_gradient_is_kept_by_steps_in_place(tmp_path: Path) -> None:
+    """Such a step does not read the chunks of the block, and yet has to write the edit."""
+    both = pair(tmp_path / "run", options={**DRIVE, "chunk_bytes": 4096})
+    for step in range(2):
+        both.train(step)
+        both.step()
+    for model in both:
+        with torch.no_grad():
+            model.layers[3].up.weight.mul_(0.5)
+        model.order = [0, 1, 2]
+    for step in range(2, 4):
+        both.train(step)
+        both.step()
+        both.compare()
+    path = both.optimizer.checkpoint().result().path
+    stored = safetensors.torch.load_file(f"{path}/model.safetensors")
+    assert_same_bits(
+        stored["layers.3.up.weight"], both.plain.layers[3].up.weight.detach(), "sealed"
+    )
+
+
 def test_a_checkpoint_writes_no_parameter_that_a_step_has_written(tmp_path: Path) -> None:
     model = make(width=256)
     trained = sum(p.nbytes for layer in model.layers for p in layer.parameters())
