@@ -385,12 +385,13 @@ def _draw_losses(runs: list[Run], folder: Path) -> Path | None:
     own = [r for r in runs if r["bench"] == "finetune"]
     if not own:
         return None
+    path = folder / "performance-finetune.svg"
     try:
         from bench._figures import draw_losses
     except ImportError as error:
-        say(f"no figure of losses: {error.name} is not installed (pip install '.[bench]')")
-        return None
-    path = folder / "performance-finetune.svg"
+        old = "the one that exists stays" if path.exists() else "there is none yet"
+        say(f"no figure of losses drawn: {error.name} is missing (pip install '.[bench]'); {old}")
+        return path if path.exists() else None
     losses = {k.removesuffix("_loss"): v for k, v in own[-1]["samples"].items()}
     draw_losses(_TITLES["finetune"], losses, path)
     return path

@@ -54,6 +54,7 @@ INTEGRATION: Final = (
 """Files and folders below `tests` whose tests are of the tier `integration`."""
 
 UNIT: Final = (
+    "bench/test_ranks.py::test_the_page_of_all_ratios_has_the_recorded_figures",
     "near/test_cut_connections.py",
     "near/test_hostile_clients.py",
     "near/test_parameters.py",
