@@ -221,7 +221,8 @@ class Options:
     """Where the parameters of repeated blocks are while they are not used; needs ``model=``. None:
     where the model has them. ``"host"``: in page-locked host memory. ``"drive"``: in the
     ``model.safetensors`` of the slot, which steps write together with the state, so that a
-    checkpoint writes no trained parameter. A block's parameters are in one of three buffers on the
+    checkpoint writes no trained parameter; frozen ones are read from the newest checkpoint. A
+    block's parameters are in one of three buffers on the
     device only while the block runs, or is read ahead. Any other use through torch loads them as
     well, and an edit counts. Parameters are then updated on the CPU."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -17,7 +17,7 @@ from offload.blocks.places import Place, pages
 from offload.blocks.units import Member, Unit
 from offload.device.boundary import HOST, Event, boundary_of
 from offload.device.filed import FiledTensor
-from offload.errors import DamagedError, OffloadError
+from offload.errors import DamagedError
 from offload.model.tensor_image import bytes_of
 from offload.stream.model_reader import ModelReader
 
@@ -105,17 +105,23 @@ class HostSource:
         return False
 
 
-class SlotSource(HostSource):
-    """Values in the model file of the slot that holds the state; steps write them there.
+Reader: TypeAlias = Callable[[bool], tuple[ModelReader, Mapping[str, int]]]
+"""Function that returns the reader of a model file, and the first byte of each parameter in the
+file's data, by name: of the slot that holds the state, or, if the argument is False, of the newest
+checkpoint."""
 
-    Values that the slot lacks stay in host memory: those of a model that was never stepped, edits
-    until the next step, and parameters that are not trained.
+
+class SlotSource(HostSource):
+    """Values in model files: of the slot that holds the state, and of the newest checkpoint.
+
+    Steps write trained parameters into the slot that holds the state. Frozen ones are in the newest
+    checkpoint. What no file has yet is in host memory: the values of a model that was never stepped
+    or sealed, and edits, until a step or a seal has written them.
 
     Args:
         places: Place of each device.
         backend: Backend that allocates memory for reads.
-        reader: Function that returns the reader of the present slot's model file, and the first
-            byte of each parameter in the file's data, by name.
+        reader: Function that returns the reader of a model file.
         is_written: Function that returns whether steps write a parameter into the slot.
     """
 
@@ -123,7 +129,7 @@ class SlotSource(HostSource):
         self,
         places: Mapping[torch.device, Place],
         backend: Backend,
-        reader: Callable[[], tuple[ModelReader, Mapping[str, int]]],
+        reader: Reader,
         is_written: Callable[[Member], bool],
     ) -> None:
         super().__init__(places)
@@ -143,20 +149,14 @@ class SlotSource(HostSource):
             home.copy_(self._places[unit.device].to_host(member.parameter))
             self._homes[member] = home
 
-    def hold(self, member: Member) -> None:
-        """Give a parameter memory, which has no values yet."""
-        self._homes[member] = torch.full(member.shape, torch.nan, dtype=member.dtype, device=HOST)
-
-    def keep(self, member: Member) -> None:
-        """Give a parameter memory, which steps write no more; without values if none are found."""
-        if member in self._filed and member not in self._homes:
-            try:
+    def bring(self, members: Iterable[Member]) -> None:
+        """Give parameters memory with their values, because another file will have them next."""
+        for member in members:
+            if member in self._filed and member not in self._homes:
                 self._homes[member] = self._value(member)
-            except (OSError, OffloadError):  # a restore comes next, which brings values
-                self.hold(member)
 
     def file(self, members: Iterable[Member]) -> None:
-        """Record that the slot has the values of some parameters, and free their memory."""
+        """Record that a file has the values of some parameters, and free their memory."""
         for member in members:
             if member not in self._filed:
                 self._filed[member] = FiledTensor(member.name, member.shape, member.dtype)
@@ -166,23 +166,23 @@ class SlotSource(HostSource):
         """Return the memory of a parameter, or what stands for it in the file."""
         return self._homes.get(member) if member in self._homes else self._filed.get(member)
 
-    def stays_filed(self, member: Member) -> bool:
-        """Return whether a restore leaves a parameter in the model file: if steps write it."""
-        return self._is_written(member)
+    def stays_filed(self, member: Member) -> bool:  # noqa: ARG002
+        """Return whether a restore leaves a parameter in the model file: always."""
+        return True
 
     def write(self, member: Member, value: torch.Tensor) -> None:
-        """Take a value that the program has edited; it stays in memory until the next step."""
+        """Take a value that the program has edited; it stays in memory until a file has it."""
         if member in self._homes:
             super().write(member, value)
         elif not self._has(member, value.cpu()):
             self._homes[member] = value.detach().clone().contiguous()
 
     def read(self, unit: Unit, buffer: torch.Tensor, after: Event) -> Event:
-        """Read a unit's parameters from the file, and copy those that are in memory.
+        """Read a unit's parameters from files, and copy those that are in memory.
 
         Raises:
-            DamagedError: The file is not as it was written.
-            gds.StorageError: The file cannot be read.
+            DamagedError: A file is not as it was written.
+            gds.StorageError: A file cannot be read.
         """
         with self._lock:
             place, last = self._places[unit.device], after
@@ -208,32 +208,32 @@ class SlotSource(HostSource):
             return found.view(member.dtype).view(member.shape).clone()
 
     def _from_file(self, members: Sequence[Member]) -> dict[Member, torch.Tensor]:
-        """Return the bytes of parameters in the file; they stay until the next call."""
+        """Return the bytes of parameters in files; they stay until the next call."""
         if not members:
             return {}
         for place in self._places.values():
             place.wait_filled()  # what was read before may not have been copied yet
-        reader, starts = self._reader()
-        runs: list[list[Member]] = []
-        for member in sorted(members, key=lambda member: starts[member.name]):
-            last = runs[-1][-1] if runs else None
-            if last is not None and starts[last.name] + last.nbytes == starts[member.name]:
-                runs[-1].append(member)
-            else:
-                runs.append([member])
-        lengths = [sum(member.nbytes for member in run) for run in runs]
-        stage = self._staged(sum(lengths) + (len(runs) + 1) * ALIGNMENT)
+        # Each run takes less than two pages more than its members.
+        most = sum(member.nbytes for member in members) + 2 * len(members) * ALIGNMENT
+        stage = self._staged(most)
         memory = torch.frombuffer(stage.memoryview(), dtype=torch.uint8)
-        parts, found, at = [], {}, 0
-        for run, nbytes in zip(runs, lengths, strict=True):
-            start = starts[run[0].name]
-            at = -(-at // ALIGNMENT) * ALIGNMENT + reader.position(start) % ALIGNMENT
-            parts.append((start, stage.slice(at, nbytes)))
-            for member in run:
-                found[member] = memory[at : at + member.nbytes]
-                at += member.nbytes
-        for transfer in reader.start(parts):
-            transfer.result()
+        found: dict[Member, torch.Tensor] = {}
+        at = 0
+        for is_written in (True, False):
+            own = [member for member in members if self._is_written(member) is is_written]
+            if not own:
+                continue
+            reader, starts = self._reader(is_written)
+            parts = []
+            for run in _runs(own, starts):
+                start, nbytes = starts[run[0].name], sum(member.nbytes for member in run)
+                at = -(-at // ALIGNMENT) * ALIGNMENT + reader.position(start) % ALIGNMENT
+                parts.append((start, stage.slice(at, nbytes)))
+                for member in run:
+                    found[member] = memory[at : at + member.nbytes]
+                    at += member.nbytes
+            for transfer in reader.start(parts):
+                transfer.result()
         return found
 
     def _staged(self, nbytes: int) -> Buffer:
@@ -244,6 +244,18 @@ class SlotSource(HostSource):
             devices = [device for device in self._places if device.type != HOST.type]
             self._locks = [boundary_of(device).lock_pages(memory) for device in devices]
         return self._stage
+
+
+def _runs(members: Sequence[Member], starts: Mapping[str, int]) -> list[list[Member]]:
+    """Return members in the order of a file, those together that lie end to end."""
+    runs: list[list[Member]] = []
+    for member in sorted(members, key=lambda member: starts[member.name]):
+        last = runs[-1][-1] if runs else None
+        if last is not None and starts[last.name] + last.nbytes == starts[member.name]:
+            runs[-1].append(member)
+        else:
+            runs.append([member])
+    return runs
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

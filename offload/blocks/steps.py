@@ -15,6 +15,7 @@ from offload.blocks.places import Place
 from offload.blocks.sources import HostSource, SlotSource
 from offload.blocks.streaming import StreamedBlocks
 from offload.blocks.units import Member, Unit, find_units
+from offload.engine.seal import Seal
 from offload.engine.stepping import StepStrategy
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError, NotRestoredError
@@ -22,7 +23,7 @@ from offload.format.manifest import Manifest
 from offload.model.outside import is_outside
 from offload.model.parameters import is_stepped
 from offload.store.slots.slot import Slot
-from offload.store.state_store import StateSource, try_to_quarantine
+from offload.store.state_store import try_to_quarantine
 from offload.stream.model_reader import ModelReader
 
 
@@ -95,15 +96,20 @@ class StreamedSteps(StepStrategy):
 class FiledSteps(StreamedSteps):
     """The strategy of steps that write the parameters of blocks into the slot.
 
-    Blocks are read from the slot that holds the state. A step reads that slot, and writes another
-    one, or the same one if it is no checkpoint; so nothing may be read ahead while it runs. The
-    blocks of a restored slot are compared with their digests when they are first read.
+    Trained parameters are read from the slot that holds the state. A step reads that slot, and
+    writes another one, or the same one if it is no checkpoint; so nothing may be read ahead while
+    it runs. Frozen parameters are read from the newest checkpoint, which no step writes: the next
+    seal copies them. The blocks of a restored slot are compared with their digests when they are
+    first read.
     """
 
     _source: SlotSource
-    _slot: StateSource | None = None
-    _reader: ModelReader | None = None
-    _restored: Manifest | None = None
+    _restored: tuple[Slot, Manifest] | None = None
+    """The slot that was restored last, until the state has moved on."""
+    _newest: Slot | None = None
+    """The slot of the newest checkpoint; None if parameters are in no checkpoint yet."""
+    _seal: Seal | None = None
+    """The newest seal, until it is known to have ended well."""
     _lacks_values = False
     """Whether there are parameters that have no values before a restore."""
 
@@ -114,18 +120,14 @@ class FiledSteps(StreamedSteps):
         patterns: Sequence[str],
         groups: Groups,
     ) -> None:
+        self._readers: dict[Slot, ModelReader] = {}
         self._known: tuple[object, set[int]] = (None, set())
         self._note_given(groups)
         super().__init__(state, model, patterns)
         state.memory.reads_model = True
         outside = {id(p) for p in model.parameters() if is_outside(p)}
-        members = self._members()
-        for member in members:
-            if id(member.parameter) in outside and self._is_written(member):
-                self._source.file([member])
-            elif id(member.parameter) in outside:
-                self._source.hold(member)  # steps do not write what is frozen
-        in_blocks = {id(member.parameter) for member in members}
+        self._source.file(m for m in self._members() if id(m.parameter) in outside)
+        in_blocks = {id(member.parameter) for member in self._members()}
         for parameter in model.parameters():
             if id(parameter) in outside - in_blocks:  # these are always in memory
                 parameter.data = torch.full_like(parameter, torch.nan)
@@ -137,7 +139,7 @@ class FiledSteps(StreamedSteps):
 
         def make(places: Mapping[torch.device, Place]) -> HostSource:
             """Make the source of the blocks' values."""
-            self._source = SlotSource(places, backend, self._present, self._is_written)
+            self._source = SlotSource(places, backend, self._opened, self._is_known)
             return self._source
 
         return StreamedBlocks(units, self._state.meter, make)
@@ -148,12 +150,16 @@ class FiledSteps(StreamedSteps):
         self._blocks.settle()
         self._blocks.abandon()
         self._check_restored()
-        num_passes = self._state.meter.steps
+        self._note_seal()
+        self._bring_joining()
+        present, num_passes = self._state.slots.present, self._state.meter.steps
         try:
             StepStrategy.step(self, groups)
             if self._state.meter.steps > num_passes:  # without gradients, nothing is written
                 self._source.file(filter(self._is_known, self._members()))
         finally:
+            if self._state.slots.present is not present:
+                self._close()
             self._blocks.refresh(is_stepped)
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:
@@ -166,20 +172,19 @@ class FiledSteps(StreamedSteps):
         self._note_given(groups)
 
     def give_up(self) -> None:
-        """Drop all blocks. What steps may write no more gets memory, for a restore to fill."""
+        """Drop all blocks."""
         super().give_up()
         self._note_given(self._groups() or ())
-        for member in self._members():
-            if not self._is_to_be_stepped(member):
-                self._source.keep(member)
 
     def restored(self, *, found: bool = True) -> None:
         """Let blocks be loaded again, from the restored slot if there is one."""
         if found:
-            sealed = self._state.slots.sealed
+            slots = self._state.slots
             self._close()
-            self._restored = None if sealed is None else sealed.manifest
-            self._source.file(filter(self._is_written, self._members()))
+            self._newest, self._seal = cast(Slot, slots.present), None
+            if slots.sealed is not None:
+                self._restored = self._newest, slots.sealed.manifest
+            self._source.file(self._members())
             self._lacks_values = False
         if not self._lacks_values:
             super().restored(found=found)
@@ -188,6 +193,8 @@ class FiledSteps(StreamedSteps):
         """Bring the program's edits home, and check what is about to be copied or given away."""
         self._require_values()
         super().settle(call)
+        self._note_seal()
+        self._bring_joining()
         if call in ("checkpoint()", "materialized()"):
             self._check_restored()
 
@@ -195,9 +202,7 @@ class FiledSteps(StreamedSteps):
         """Compare blocks of a restored slot with their digests that nothing has read so far."""
         self._state.lifecycle.require_usable()
         if self._restored is not None:
-            self._present()
-        if self._reader is not None:
-            self._reader.check_all()
+            self._reader(self._restored[0]).check_all()
 
     def _require_values(self) -> None:
         if self._lacks_values:
@@ -224,28 +229,71 @@ class FiledSteps(StreamedSteps):
             self._known = trainables, {id(t.parameter) for t in trainables}
         return id(member.parameter) in self._known[1]
 
-    def _is_to_be_stepped(self, member: Member) -> bool:
-        return id(member.parameter) in self._given and is_stepped(member.parameter)
+    def _bring_joining(self) -> None:
+        """Bring parameters to memory that the layout is about to get, unless its slot has them."""
+        if self._state.slots.present is not self._newest_slot():
+            self._source.bring(
+                member
+                for member in self._members()
+                if id(member.parameter) in self._given
+                and is_stepped(member.parameter)
+                and not self._is_known(member)
+            )
 
-    def _is_written(self, member: Member) -> bool:
-        """Return whether steps write a parameter, from the next one on."""
-        return self._is_known(member) or self._is_to_be_stepped(member)
+    def _note_seal(self) -> None:
+        """Free frozen parameters that a seal has written, and have not been edited since."""
+        seal, self._seal = self._seal, None
+        for each in (seal, self._state.seal):
+            if isinstance(each, Seal) and each.handle.done():
+                self._note_sealed(each)
+            elif isinstance(each, Seal):
+                self._seal = each
 
-    def _present(self) -> tuple[ModelReader, Mapping[str, int]]:
-        """Return the reader of the slot that holds the state now, and where parameters are."""
+    def _note_sealed(self, seal: Seal) -> None:
+        """Free what a seal that has ended has written, if it has made a checkpoint."""
+        slot = cast(Slot, seal.slot)
+        if self._state.store.checkpoint_of(slot) is not None:
+            self._newest = slot
+            versions = {tensor.data_ptr(): version for tensor, version in seal.copied}
+            own = [member for member in self._members() if not self._is_known(member)]
+            homes = [(member, self._source.home(member)) for member in own]
+            self._source.file(
+                member
+                for member, home in homes
+                if home is not None and versions.get(home.data_ptr(), -1) == home._version
+            )
+
+    def _newest_slot(self) -> Slot | None:
+        """Return the slot of the newest checkpoint, which has all frozen parameters."""
+        newest, store = self._state.store.newest, self._state.store
+        known = self._newest
+        if known is None or newest is None:
+            return known
+        if newest.manifest.generation > known.context.generation:
+            self._newest = cast(Slot, store.slot_of(newest))
+        return self._newest
+
+    def _opened(self, is_written: bool) -> tuple[ModelReader, Mapping[str, int]]:
+        """Return a reader of the file with parameters, and where they are; see `SlotSource`."""
         self._require_values()
-        slot = self._state.slots.present
+        slot = self._state.slots.present if is_written else self._newest_slot()
         if slot is None:  # a restore has failed half way
             self._state.lifecycle.require_usable()
-        if self._reader is None or slot is not self._slot:
+        found = cast(Slot, slot)
+        entries = found.layout.model_header.entries
+        return self._reader(found), {name: entry.start for name, entry in entries.items()}
+
+    def _reader(self, slot: Slot) -> ModelReader:
+        reader = self._readers.get(slot)
+        if reader is None:
             restored = self._restored
-            self._close()
-            self._slot, present = slot, cast(Slot, slot)
-            self._reader = ModelReader(
-                present, self._state.ring(), restored=restored, damaged=self._damaged
+            reader = self._readers[slot] = ModelReader(
+                slot,
+                self._state.ring(),
+                restored=restored[1] if restored is not None and restored[0] is slot else None,
+                damaged=self._damaged,
             )
-        entries = cast(Slot, slot).layout.model_header.entries
-        return self._reader, {name: entry.start for name, entry in entries.items()}
+        return reader
 
     def _damaged(self, error: DamagedError) -> str:
         """Quarantine the restored checkpoint, as a step does; return what the user can do."""
@@ -256,6 +304,8 @@ class FiledSteps(StreamedSteps):
         return refusal or state.lifecycle.remedy()
 
     def _close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-        self._reader = self._slot = self._restored = None
+        """Forget what is known of files, because the state has moved to another slot."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+        self._restored = None

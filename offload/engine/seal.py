@@ -109,6 +109,14 @@ class Seal(SealInFlight):
         self._model_bytes = 0
         """Bytes written to the model file."""
 
+    @property
+    def copied(self) -> list[tuple[torch.Tensor, int]]:
+        """Tensors that the checkpoint gets, each with its number of in-place changes at the call.
+
+        Those that were copied at once are left out.
+        """
+        return [(tensor, version) for *_, tensor, version in self._versions]
+
     def start(self) -> None:
         """Seal on a new thread, which the interpreter waits for before it exits."""
         try:

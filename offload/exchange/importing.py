@@ -333,9 +333,11 @@ class _SourceImage(ModelImage):
         self.data_start = header.data_start
         self.data_bytes = header.file_bytes - header.data_start
 
-    def is_filed(self, start: int, stop: int) -> bool:  # noqa: ARG002
+    def is_in_file(self, start: int, stop: int) -> bool:  # noqa: ARG002
         """Return False: all values come from the source."""
         return False
+
+    is_elsewhere = is_in_file
 
     def gather(
         self,

@@ -145,6 +145,8 @@ class ModelImage(TensorImage):
             far on the calling thread's current streams.
         traffic: Counter of the bytes that cross.
         file: Model file with the values of tensors that are in no memory; None if there are none.
+        elsewhere: Names of those that are not in this file, each with another file that has the
+            value, and the place of its first byte there.
     """
 
     def __init__(
@@ -154,20 +156,34 @@ class ModelImage(TensorImage):
         marks: Marks | None = None,
         traffic: Traffic | None = None,
         file: File | None = None,
+        elsewhere: Mapping[str, tuple[File, int]] | None = None,
     ) -> None:
         entries = [entry for entry in header.entries.values() if entry.nbytes]
         names = [entry.name for entry in entries]
         super().__init__([tensors[name] for name in names], marks, traffic, names=names)
         self.data_start = header.data_start
         self._file = file
+        self._elsewhere = elsewhere or {}
 
-    def read_filed(self, start: int, out: torch.Tensor) -> None:
-        """Read bytes of a tensor that has no memory from the file."""
-        if self._file is None:
-            super().read_filed(start, out)
+    def read_filed(self, index: int, first: int, out: torch.Tensor) -> None:
+        """Read bytes of a tensor that has no memory from the file that has its value."""
+        own = self._file, self.data_start + self._starts[index]
+        file, start = self._elsewhere.get(self._names[index], own)
+        if file is None:
+            super().read_filed(index, first, out)
             return
-        data = self._file.read_bytes(self.data_start + start, len(out))
+        data = file.read_bytes(start + first, len(out))
         out.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def is_in_file(self, start: int, stop: int) -> bool:
+        """Return whether the file has the values of all tensors with a byte in a range."""
+        names = self.filed(start, stop)
+        return bool(names) and self._elsewhere.keys().isdisjoint(names)
+
+    def is_elsewhere(self, start: int, stop: int) -> bool:
+        """Return whether another file has the values of all tensors with a byte in a range."""
+        names = self.filed(start, stop) if self._elsewhere else ()
+        return bool(names) and self._elsewhere.keys() >= set(names)
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """Yield index, first byte, and one past the last byte of every block of the data."""
@@ -192,7 +208,7 @@ def digest_model(
     """
     digests = []
     for index, start, stop in image.blocks():
-        if filed and image.is_filed(start, stop):
+        if filed and image.filed(start, stop):
             digests.append(filed[index])
             continue
         buffer, data = buffers.get(index, stop - start)

@@ -12,6 +12,10 @@ known. A leaf of such content is then handled in one of these ways:
 - All other leaves are written without a comparison, because they have probably changed. But if
   steps write trained tensors (``Options(parameters="drive")``), these leaves are read back as well:
   they are those that several writes of a step have in common, so that no write tells their digest.
+
+With ``Options(parameters="drive")`` some tensors have no memory. Those that steps have written are
+in the file already. Frozen ones are in the file of the newest checkpoint, and are copied from there
+unless the digests of both files are known and equal.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ import torch
 from gds import ALIGNMENT, Buffer, File, IOFuture, StorageError
 from gds.contract import CLONE_REACH_BYTES
 from offload.device.boundary import Marks
+from offload.device.filed import FiledTensor
+from offload.errors import DamagedError
 from offload.format.digests import (
     LEAF_BYTES,
     MODEL_ARRAY,
@@ -66,6 +72,9 @@ class CloneSource:
     """Model file of another slot with the same layout, as a source of clones."""
 
     file: File
+    path: str
+    """Path of the slot, for messages."""
+
     leaves: KnownLeaves
     """Known leaves of the file."""
 
@@ -127,8 +136,14 @@ def write_model(
     writer = _Writer(image, file, buffers, len(memory), known, changing, source, found)
     try:
         for index, start, stop in blocks:
-            if image.is_filed(start, stop):
+            if image.is_in_file(start, stop):
                 leaves = _leaves_of_file(image, file, known, index, start, stop)
+                found.digests.append(context.digest_leaves(MODEL_ARRAY, index, leaves))
+                copied(stop)
+                continue
+            held = writer.held(index, start, stop)
+            if None not in held and held == known.leaves(index, len(held)):
+                leaves = b"".join(filter(None, held))
                 found.digests.append(context.digest_leaves(MODEL_ARRAY, index, leaves))
                 copied(stop)
                 continue
@@ -137,6 +152,7 @@ def write_model(
             image.gather(start, stop, data, on_one_thread=not writer.has_caught_up)
             copied(stop)
             leaves = leaf_digests(buffer.memoryview())
+            writer.check(held, leaves)
             found.digests.append(context.digest_leaves(MODEL_ARRAY, index, leaves))
             writer.finish(index, start, buffer, leaves)
         writer.finish_writes()
@@ -160,12 +176,13 @@ class _Writer:
         source: CloneSource | None,
         found: Written,
     ) -> None:
+        self._image = image
         self._data_start = image.data_start
         self._file = file
         self._num_buffers = num_buffers
         self._known = known
         self._changing = changing
-        self._source = source
+        self._source = self._reference = source
         self._found = found
         self._writes: dict[int, list[IOFuture]] = {}
         self._back = ReadBack(file, buffers)
@@ -178,6 +195,34 @@ class _Writer:
         """
         handed_over = self._writes.values()
         return bool(handed_over) and all(write.done() for each in handed_over for write in each)
+
+    def held(self, index: int, start: int, stop: int) -> list[bytes | None]:
+        """Return the digests of a block's leaves that are frozen, and only in another file.
+
+        None for other leaves, and for those whose digests this process does not know.
+        """
+        firsts = range(start, stop, LEAF_BYTES)
+        if self._reference is None:
+            return [None] * len(firsts)
+        known = self._reference.leaves.leaves(index, len(firsts))
+        return [
+            leaf if self._image.is_elsewhere(first, min(first + LEAF_BYTES, stop)) else None
+            for first, leaf in zip(firsts, known, strict=True)
+        ]
+
+    def check(self, held: Sequence[bytes | None], leaves: bytes) -> None:
+        """Compare the leaves of a block, as they were read, with what `held` has returned.
+
+        Raises:
+            DamagedError: Leaves in another file are not as they were written there.
+        """
+        found = _split(leaves)
+        if any(one is not None and one != new for one, new in zip(held, found, strict=True)):
+            path = "" if self._reference is None else f"{self._reference.path}: "
+            raise DamagedError(
+                f"{path}frozen parameters differ from the digests that they were written with: "
+                "restore an older checkpoint, or import the weights anew"
+            )
 
     def begin(self, index: int, start: int, stop: int) -> None:
         """Wait until a block's memory is free, and begin to read back leaves for comparison."""
@@ -361,6 +406,8 @@ class WholeCopy:
             the ranges of trained tensors.
         reads_back: Whether the seal also reads back what a step may have changed, because steps
             have written nearly all of it to the file.
+        frozen: Function that returns the file with a frozen tensor that has no memory, and the
+            place of its first byte there.
     """
 
     def __init__(
@@ -375,6 +422,7 @@ class WholeCopy:
         source: Callable[[TensorRanges], CloneSource | None],
         *,
         reads_back: bool = False,
+        frozen: Callable[[str], tuple[File, int]],
     ) -> None:
         header = layout.model_header
         self._entries = header.entries
@@ -388,7 +436,9 @@ class WholeCopy:
         changing = {s.spec.name for s in stored if s.parameter.requires_grad} & trained
         self._trained = TensorRanges(header, trained)
         self._changing = TensorRanges(header, () if reads_back else changing)
-        self._image = ModelImage(header, tensors, marks, buffers.traffic, file)
+        filed = {name for name, one in tensors.items() if isinstance(one, FiledTensor)} - trained
+        elsewhere = {name: frozen(name) for name in filed}
+        self._image = ModelImage(header, tensors, marks, buffers.traffic, file, elsewhere)
 
     @property
     def data_bytes(self) -> int:

@@ -70,7 +70,7 @@ class TensorImage:
         places: dict[int, int] = {}
         for index, first, last, at in self._overlaps(start, stop):
             if isinstance(self._tensors[index], FiledTensor):
-                self.read_filed(start + at, out[at : at + last - first])
+                self.read_filed(index, first, out[at : at + last - first])
                 continue
             places[index] = self._place(index)
             flat, into = self._flat(index), out[at : at + last - first]
@@ -88,20 +88,25 @@ class TensorImage:
             if self._place(index) != place:
                 raise self._moved(index)
 
-    def read_filed(self, start: int, out: torch.Tensor) -> None:
+    def read_filed(self, index: int, first: int, out: torch.Tensor) -> None:
         """Read bytes of a tensor that has no memory.
 
-        Raises:
-            NotImplementedError: These tensors are in no file.
-        """
-        raise NotImplementedError(
-            f"byte {start} of {self.data_bytes} is in no memory ({out.shape})"
-        )
+        Args:
+            index: Index of the tensor.
+            first: First of its bytes that is read.
+            out: Memory for the bytes.
 
-    def is_filed(self, start: int, stop: int) -> bool:
-        """Return whether no tensor with a byte in a range has memory."""
-        found = [self._tensors[index] for index, *_ in self._overlaps(start, stop)]
-        return bool(found) and all(isinstance(tensor, FiledTensor) for tensor in found)
+        Raises:
+            NotImplementedError: The tensor is in no file.
+        """
+        raise NotImplementedError(f"{len(out)} bytes of {self._names[index]!r} are in no memory")
+
+    def filed(self, start: int, stop: int) -> list[str]:
+        """Return the names of all tensors with a byte in a range; none if any has memory."""
+        found = [index for index, *_ in self._overlaps(start, stop)]
+        if not all(isinstance(self._tensors[index], FiledTensor) for index in found):
+            return []
+        return [self._names[index] for index in found]
 
     def _fetch(self, copies: Mapping[torch.device, Copies]) -> None:
         """Copy from devices, and wait for the copies."""

@@ -1,6 +1,8 @@
 """Trains a model of many blocks in a fresh process, with all of it on the drive or in memory.
 
-python -m tests.blocks.beyond plain|drive DIRECTORY STEPS LAYERS
+python -m tests.blocks.beyond plain|drive DIRECTORY STEPS LAYERS [FROZEN]
+
+FROZEN is a pattern of the names of parameters that are not trained.
 
 Each moment is announced on a line, so that a test can end the process there. The last line has the
 digest of all parameters, and the memory that was needed, in bytes, as JSON.
@@ -11,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 from typing import Any
 
@@ -28,7 +31,12 @@ def moment(name: str, step: int) -> None:
     print(f"moment {name} {step}", flush=True)
 
 
-def main(kind: str, directory: str, steps: str, layers: str) -> None:
+def freeze(model: torch.nn.Module, pattern: str) -> None:
+    for name, p in model.named_parameters():
+        p.requires_grad_(requires_grad=not re.search(pattern, name))
+
+
+def main(kind: str, directory: str, steps: str, layers: str, frozen: str = "$^") -> None:
     torch.set_num_threads(1)
     small = Model(1, 32).to(torch.bfloat16)  # torch loads much of itself at its first use
     small.loss(batch(0)).backward()
@@ -39,12 +47,14 @@ def main(kind: str, directory: str, steps: str, layers: str) -> None:
     optimizer: Any
     if kind == "plain":
         model = Model(int(layers), WIDTH).to(torch.bfloat16)
+        freeze(model, frozen)
         optimizer = Reference(torch.optim.AdamW, model.parameters(), **HYPER)
         begin = 0
     else:
         prepare(directory, int(layers))
         with offload.outside_memory():
             model = Model(int(layers), WIDTH).to(torch.bfloat16)
+        freeze(model, frozen)
         options = offload.Options(
             parameters="drive",
             gradients="drive",

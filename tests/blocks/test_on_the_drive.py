@@ -95,10 +95,10 @@ def test_compressed_state_has_the_bits_that_it_has_in_memory(settings: Any, tmp_
     assert_same_parameters(found[1].items(), found[0].items())
 
 
-def on_the_drive(model: torch.nn.Module, directory: Path, **settings: Any) -> Any:
+def on_the_drive(model: torch.nn.Module, directory: Path, *, keep: int = 2, **settings: Any) -> Any:
     options = offload.Options(**{**ALL_DRIVE, "chunk_bytes": 32768, **settings})
     return offload.AdamW(
-        model.parameters(), directory=directory, model=model, options=options, **HYPER
+        model.parameters(), directory=directory, model=model, keep=keep, options=options, **HYPER
     )
 
 
@@ -373,11 +373,21 @@ def run_program(*arguments: Any, kill_after: str | None = None) -> dict[str, Any
     return found
 
 
-def test_a_process_that_is_killed_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    plain = run_program("plain", tmp_path / "a", 4, 6)
-    for moment in ("forward 1", "backward 2", "step 2", "seal 3"):
-        run_program("drive", tmp_path / "b", 4, 6, kill_after=moment)
-    found = run_program("drive", tmp_path / "b", 4, 6)
+FROZEN = "(qkv|up|down).weight"
+
+
+@pytest.mark.parametrize(
+    ("frozen", "moments"),
+    [((), ("forward 1", "backward 2", "step 2", "seal 3")), ((FROZEN,), ("seal 0", "step 2"))],
+    ids=["trained", "frozen"],
+)
+def test_a_process_that_is_killed_resumes_to_the_same_bits(
+    frozen: Any, moments: Any, tmp_path: Path
+) -> None:
+    plain = run_program("plain", tmp_path / "a", 4, 6, *frozen)
+    for moment in moments:
+        run_program("drive", tmp_path / "b", 4, 6, *frozen, kill_after=moment)
+    found = run_program("drive", tmp_path / "b", 4, 6, *frozen)
     assert plain is not None
     assert found is not None
     assert found["digest"] == plain["digest"]
@@ -389,5 +399,15 @@ def test_memory_hardly_grows_with_the_depth(tmp_path: Path) -> None:
     assert small is not None
     assert large is not None
     assert large["above"] - small["above"] < (large["parameters"] - small["parameters"]) / 4
-    ring, block, gradients = 3 * (3 << 20), large["parameters"] // 80, 16 << 20
-    assert large["above"] < ring + 3 * block + gradients + (128 << 20)
+    assert large["above"] < allowed(large["parameters"])
+
+
+def allowed(parameters: int) -> int:
+    """The ring, three of 80 blocks, gradients that are under way, and 128 MiB."""
+    return 3 * (3 << 20) + 3 * parameters // 80 + (16 << 20) + (128 << 20)
+
+
+def test_frozen_parameters_take_no_memory(tmp_path: Path) -> None:
+    found = run_program("drive", tmp_path / "a", 2, 80, FROZEN)
+    assert found is not None
+    assert found["above"] < allowed(found["parameters"]) < found["parameters"] * 2 / 3

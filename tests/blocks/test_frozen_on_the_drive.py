@@ -1,0 +1,196 @@
+"""Frozen parameters of blocks that are on the drive: in the newest checkpoint, and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import offload
+from offload.errors import DamagedError, SealError
+from tests.blocks.models import Model, Pair, batch, make, pair
+from tests.blocks.test_on_the_drive import ALL_DRIVE, DRIVE, on_the_drive
+from tests.numerics.reference import assert_same_bits, assert_same_parameters
+from tests.process_memory import resident_bytes
+
+FREEZE = ("up.weight", "qkv.weight", "down.weight")
+
+
+def freeze(model: Any) -> None:
+    for name, p in model.named_parameters():
+        p.requires_grad_(requires_grad=not name.endswith(FREEZE))
+
+
+def values(model: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(n, p.detach().clone()) for n, p in model.named_parameters()]
+
+
+class Program:
+    """A random program of steps, checkpoints, edits, and changes of what is trained."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        self.random = random.Random(seed)
+        options = {**self.random.choice([DRIVE, ALL_DRIVE]), "chunk_bytes": 16384}
+        self.both = pair(directory, options=options)
+        for model in self.both:
+            freeze(model)
+        self.sealed: Any = None
+        self.handle: Any = None
+        self.step_number = 0
+
+    def train(self) -> None:
+        self.step_number += 1
+        self.both.train(self.step_number)
+        self.both.step()
+
+    def checkpoint(self) -> None:
+        self.handle = self.both.optimizer.checkpoint()
+        self.sealed = copy.deepcopy((self.both.plain, self.both.reference))
+        if self.random.random() < 0.6:
+            self.handle.result()
+
+    def edit(self) -> None:
+        if self.handle is not None:
+            self.handle.result()  # as an edit must not come before the next step otherwise
+        layer, factor = self.random.randrange(5), self.random.choice([0.5, 2.0, -1.0])
+        name = self.random.choice(FREEZE)
+        for model in self.both:
+            with torch.no_grad():
+                model.layers[layer].get_parameter(name).mul_(factor)
+
+    def change(self) -> None:
+        layer, name = self.random.randrange(5), self.random.choice(FREEZE)
+        for model in self.both:
+            p = model.layers[layer].get_parameter(name)
+            p.requires_grad_(requires_grad=not p.requires_grad)
+            p.grad = None
+
+    def restore(self) -> None:
+        if self.handle is None:
+            return
+        assert self.both.optimizer.restore() is not None
+        plain, reference = copy.deepcopy(self.sealed)
+        for now, one in zip(self.both.streamed.parameters(), plain.parameters(), strict=True):
+            one.requires_grad_(now.requires_grad)
+            one.grad = now.grad = None
+        self.both = Pair(plain, self.both.streamed, reference, self.both.optimizer)
+        self.both.compare()
+
+    def run(self, num: int) -> None:
+        kinds = [self.train] * 3 + [self.checkpoint] * 2 + [self.edit, self.change, self.restore]
+        for _ in range(num):
+            self.random.choice(kinds)()
+            if self.random.random() < 0.5:
+                self.both.compare()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_programs_have_the_bits_of_torch(seed: int, tmp_path: Path) -> None:
+    program = Program(tmp_path / "run", seed)
+    program.train()
+    program.run(24)
+    program.both.compare()
+    program.checkpoint()
+    program.both.optimizer.close()
+    model = make(seed=9)
+    freeze(model)
+    with on_the_drive(model, tmp_path / "run") as optimizer:
+        path = optimizer.restore().path
+        assert_same_parameters(values(model), values(program.sealed[0]))
+    stored = safetensors.torch.load_file(f"{path}/model.safetensors")
+    for name, value in values(program.sealed[0]):
+        assert_same_bits(stored[name], value, name)
+
+
+def imported(directory: Path, plain: Model) -> Any:
+    """Return a model that was never in memory, whose weights a store has."""
+    safetensors.torch.save_file(plain.state_dict(), directory / "model.safetensors")
+    offload.import_checkpoint(directory / "model.safetensors", directory / "run", torch.optim.AdamW)
+    with offload.outside_memory():
+        return Model(width=plain.embedding.embedding_dim).to(torch.bfloat16)
+
+
+def train(model: Any, optimizer: Any, seed: int) -> None:
+    model.zero_grad()
+    model.loss(batch(seed)).backward()
+    optimizer.step()
+
+
+def test_an_older_checkpoint_has_its_own_frozen_values(tmp_path: Path) -> None:
+    model = imported(tmp_path, make())
+    freeze(model)
+    sealed = {}
+    with on_the_drive(model, tmp_path / "run", keep=5) as optimizer:
+        optimizer.restore()
+        for step in range(1, 5):
+            train(model, optimizer, step)
+            with torch.no_grad():
+                model.layers[step].up.weight.fill_(step)
+                model.layers[0].qkv.weight.mul_(0.5)
+            optimizer.checkpoint().result()
+            sealed[step] = values(model)
+        for step in (3, 1):
+            optimizer.restore(step, discard_newer=True)
+            assert_same_parameters(values(model), sealed[step])
+            train(model, optimizer, step)
+            path = optimizer.checkpoint().result().path
+            stored = safetensors.torch.load_file(f"{path}/model.safetensors")
+            for name, value in values(model):
+                assert_same_bits(stored[name], value, name)
+
+
+def test_frozen_values_are_written_once_for_each_slot(tmp_path: Path) -> None:
+    model = imported(tmp_path, make(width=256))
+    freeze(model)
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    assert frozen > 6 << 20
+    with on_the_drive(model, tmp_path / "run") as optimizer:
+        optimizer.restore()
+        written = []
+        for step in range(5):
+            train(model, optimizer, step)
+            before = optimizer.stats().seal_bytes
+            optimizer.checkpoint().result()
+            written.append(optimizer.stats().seal_bytes - before)
+    assert sum(written[2:]) < sum(written[:2]) / 4, written
+
+
+def test_a_model_that_was_built_in_memory_leaves_it_with_the_first_checkpoint(
+    tmp_path: Path,
+) -> None:
+    model = make(layers=2)
+    for layer in model.layers:  # glibc gives memory of this size back at once
+        layer.add_module("base", torch.nn.Linear(1, 33 << 20, dtype=torch.bfloat16))
+    model.layers.requires_grad_(requires_grad=False)
+    with on_the_drive(model, tmp_path / "run", chunk_bytes=1 << 20) as optimizer:
+        train(model, optimizer, 0)
+        before = resident_bytes("VmRSS")
+        optimizer.checkpoint().result()
+        train(model, optimizer, 1)
+        assert before - resident_bytes("VmRSS") > 200 << 20
+
+
+def test_damage_of_frozen_values_is_not_sealed(tmp_path: Path) -> None:
+    """The third slot gets the values of the second, which this process has written."""
+    model = imported(tmp_path, make(width=256))
+    freeze(model)
+    with on_the_drive(model, tmp_path / "run", keep=3) as optimizer:
+        optimizer.restore()
+        train(model, optimizer, 0)
+        path = optimizer.checkpoint().result().path
+        train(model, optimizer, 1)
+        with open(f"{path}/model.safetensors", "r+b") as file:
+            middle = os.path.getsize(file.name) // 2
+            file.seek(middle)
+            byte = file.read(1)
+            file.seek(middle)
+            file.write(bytes([byte[0] ^ 4]))
+        with pytest.raises(SealError, match="digests") as caught:
+            optimizer.checkpoint().result()
+        assert isinstance(caught.value.__cause__, DamagedError)
