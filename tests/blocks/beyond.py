@@ -10,6 +10,7 @@ digest of all parameters, and the memory that was needed, in bytes, as JSON.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ from tests.numerics.reference import Reference
 from tests.process_memory import reset_peak, resident_bytes
 
 WIDTH = 384
+M_MMAP_THRESHOLD = -3
 
 
 def moment(name: str, step: int) -> None:
@@ -37,6 +39,9 @@ def freeze(model: torch.nn.Module, pattern: str) -> None:
 
 
 def main(kind: str, directory: str, steps: str, layers: str, frozen: str = "$^") -> None:
+    # glibc keeps freed tensors of up to 32 MiB, unless a threshold is set. Those of real models are
+    # larger.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)
     torch.set_num_threads(1)
     small = Model(1, 32).to(torch.bfloat16)  # torch loads much of itself at its first use
     small.loss(batch(0)).backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -353,12 +352,8 @@ def test_a_drive_that_fails_does_not_keep_close_from_closing(tmp_path: Path) -> 
 
 def run_program(*arguments: Any, kill_after: str | None = None) -> dict[str, Any] | None:
     command = [sys.executable, "-m", "tests.blocks.beyond", *map(str, arguments)]
-    # glibc keeps freed tensors of up to 32 MiB, unless a threshold is set. Those of real models are
-    # larger.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
-    folder = Path(__file__).parents[2]
     with subprocess.Popen(
-        dying(command), stdout=subprocess.PIPE, text=True, cwd=folder, env=environment
+        dying(command), stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     ) as process:
         lines = []
         for line in process.stdout or ():
