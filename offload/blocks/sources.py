@@ -155,6 +155,11 @@ class SlotSource(HostSource):
             if member in self._filed and member not in self._homes:
                 self._homes[member] = self._value(member)
 
+    def in_file(self, members: Iterable[Member]) -> list[Member]:
+        """Return the parameters in memory whose values the file surely has as well."""
+        homes = [(m, self._homes[m]) for m in members if m in self._homes]
+        return [member for member, home in homes if self._has(member, home)]
+
     def file(self, members: Iterable[Member]) -> None:
         """Record that a file has the values of some parameters, and free their memory."""
         for member in members:

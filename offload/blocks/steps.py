@@ -176,14 +176,27 @@ class FiledSteps(StreamedSteps):
         super().give_up()
         self._note_given(self._groups() or ())
 
+    def keep_parameters(self) -> None:
+        """Bring all parameters to memory, because the slot with their values is left."""
+        self._require_values()
+        self._source.bring(self._members())
+
+    def kept_parameters(self) -> None:
+        """Free the memory of parameters that are the same in the checkpoint."""
+        self._begin_with_present()
+        self._source.file(self._source.in_file(self._members()))
+
+    def _begin_with_present(self) -> None:
+        slots = self._state.slots
+        self._close()
+        self._newest, self._seal = cast(Slot, slots.present), None
+        if slots.sealed is not None:
+            self._restored = self._newest, slots.sealed.manifest
+
     def restored(self, *, found: bool = True) -> None:
         """Let blocks be loaded again, from the restored slot if there is one."""
         if found:
-            slots = self._state.slots
-            self._close()
-            self._newest, self._seal = cast(Slot, slots.present), None
-            if slots.sealed is not None:
-                self._restored = self._newest, slots.sealed.manifest
+            self._begin_with_present()
             self._source.file(self._members())
             self._lacks_values = False
         if not self._lacks_values:

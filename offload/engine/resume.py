@@ -156,7 +156,11 @@ def resume(
             return match
 
         source, (trainables, stored) = _match_in_cut(state, found, match, opened, reencode=reencode)
-        _require_filed(state, found.path, parameters=parameters, is_recut=source is not None)
+        if source is not None and state.options.parameters == "drive":
+            raise MismatchError(
+                f'{found.path} was made by several ranks, which parameters="drive" does not read '
+                "yet: restore it without this option, and make a checkpoint"
+            )
         manifest = found.manifest if source is None else source.manifest
         compute = state.placement.choose(groups, manifest.layout, trainables)
         if source is not None:
@@ -208,22 +212,6 @@ def resume(
     )
     store.journal.tell()
     return checkpoint
-
-
-def _require_filed(state: TrainingState, path: str, *, parameters: bool, is_recut: bool) -> None:
-    """Check that parameters can stay in the model file of a checkpoint, if they are to."""
-    if state.options.parameters != "drive":
-        return
-    if not parameters:
-        raise MismatchError(
-            f'{path}: with parameters="drive", the parameters are in the checkpoint as well, so '
-            "load_state_dict() cannot leave them as they are: call restore()"
-        )
-    if is_recut:
-        raise MismatchError(
-            f'{path} was made by several ranks, which parameters="drive" does not read yet: '
-            "restore it without this option, and make a checkpoint"
-        )
 
 
 def _announce_reencoding(

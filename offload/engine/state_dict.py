@@ -14,7 +14,7 @@ from offload.device.staging import FlatTensors, flat_tensors
 from offload.engine.lifecycle import warn_unsealed
 from offload.engine.reference import Position, find_referenced, read_reference, reference_to
 from offload.engine.resume import resume
-from offload.engine.stepping import new_pass, run_pass
+from offload.engine.stepping import StepStrategy, new_pass, run_pass
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError, MismatchError
 from offload.exchange.torch_dicts import (
@@ -48,6 +48,7 @@ class Holder(Protocol):
     """The engine of an optimizer, as far as state dicts need it."""
 
     state: TrainingState
+    strategy: StepStrategy
     store: StateStore
     has_warned: bool
 
@@ -96,7 +97,9 @@ def load_reference(engine: Holder, groups: Groups, reference: Mapping[str, Any])
     if found is not None:
         try:
             reencode = state.options.reencode
+            engine.strategy.keep_parameters()
             resume(state, groups, found, parameters=False, reencode=reencode)
+            engine.strategy.kept_parameters()
         except DamagedError as error:
             refusal = try_to_quarantine(engine.store, found, error)
             raise DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}") from error

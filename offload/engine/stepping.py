@@ -114,6 +114,12 @@ class StepStrategy:
     def restored(self, *, found: bool = True) -> None:
         """Record that a restore has ended, with the state of a checkpoint if one was found."""
 
+    def keep_parameters(self) -> None:
+        """Prepare for a checkpoint that becomes the present state without its parameters."""
+
+    def kept_parameters(self) -> None:
+        """Record that such a checkpoint is the present state."""
+
     def laid_out(self) -> None:
         """Record that the layout of the state has changed."""
 

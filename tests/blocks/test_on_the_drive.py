@@ -17,12 +17,11 @@ import offload
 from gds import PosixBackend, StorageError
 from offload.errors import (
     DamagedError,
-    MismatchError,
     NotRestoredError,
     OffloadError,
     UnsupportedParameterError,
 )
-from tests.blocks.models import HYPER, Model, batch, make, pair
+from tests.blocks.models import HYPER, Model, Pair, batch, make, pair
 from tests.blocks.test_bits import OPTIMIZERS, PREPARED, USES
 from tests.crash.fault_backend import FaultBackend
 from tests.dying import dying
@@ -301,17 +300,29 @@ def test_what_would_need_other_values_is_refused(tmp_path: Path) -> None:
     model.layers[0].up.weight.data = model.layers[0].up.weight.data.t().contiguous().t()
     with pytest.raises(TypeError, match="is not contiguous"):
         on_the_drive(model, tmp_path / "run")
-    model = make()
-    with on_the_drive(model, tmp_path / "run") as optimizer:
-        model.loss(batch(0)).backward()
-        optimizer.step()
-        optimizer.checkpoint().result()
-        reference = optimizer.state_dict()
-    model = make()
-    with on_the_drive(model, tmp_path / "run") as optimizer:
-        with pytest.raises(MismatchError, match="call restore"):
-            optimizer.load_state_dict(reference)
-        optimizer.restore()
+
+
+def test_a_reference_is_loaded_beside_the_parameters_as_they_are(tmp_path: Path) -> None:
+    """As a Trainer resumes: it loads the parameters itself."""
+    both = pair(tmp_path / "run", options=DRIVE)
+    for step in range(2):
+        both.train(step)
+        both.step()
+    both.optimizer.checkpoint().result()
+    reference, values = both.optimizer.state_dict(), both.plain.state_dict()
+    both.optimizer.close()
+    other = pair(tmp_path / "run", options=DRIVE, seed=5)
+    other.streamed.load_state_dict(values)
+    other.optimizer.load_state_dict(reference)
+    again = Pair(both.plain, other.streamed, both.reference, other.optimizer)
+    for model in again:
+        model.zero_grad()
+        with torch.no_grad():
+            model.layers[1].up.weight.mul_(0.5)
+    for step in range(2, 4):
+        again.train(step)
+        again.step()
+        again.optimizer.checkpoint().result()
 
 
 def test_gradients_set_by_hand_after_a_restore(tmp_path: Path) -> None:

@@ -59,14 +59,14 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": words, "labels": words}
 
 
-def make_model(dtype: torch.dtype = torch.bfloat16) -> GPT2LMHeadModel:
+def make_model(dtype: torch.dtype = torch.bfloat16, layers: int = 1) -> GPT2LMHeadModel:
     """Return a GPT-2 with tied weights, and with dropout: random states must be restored, too."""
     torch.manual_seed(7)
     config = GPT2Config(
         vocab_size=WORDS,
         n_positions=LENGTH,
         n_embd=16,
-        n_layer=1,
+        n_layer=layers,
         n_head=2,
         bos_token_id=0,
         eos_token_id=0,
@@ -110,10 +110,12 @@ class Case:
 
     arguments: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
+    layers: int = 1
     factory: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict)
     overlap: str | None = None
     gradients: str | None = None
+    parameters: str | None = None
     backend: Backend | None = None
     callback: dict[str, Any] = field(default_factory=dict)
 
@@ -142,12 +144,13 @@ class Case:
         self, root: Path, *callbacks: TrainerCallback, discard_newer: bool = False
     ) -> Iterator[Trainer]:
         """Make a Trainer whose store is closed at the end."""
-        model, args = make_model(self.dtype), arguments(root, **self.arguments)
+        model, args = make_model(self.dtype, self.layers), arguments(root, **self.arguments)
         offloading = OffloadCallback(discard_newer=discard_newer, **self.callback)
         options = offload.Options(
             chunk_bytes=4096,
             overlap=self.overlap,
             gradients=self.gradients,
+            parameters=self.parameters,
             backend=self.backend,
             allow_volatile=self.backend is not None,
         )
