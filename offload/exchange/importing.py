@@ -26,7 +26,7 @@ from offload.exchange.foreign_parameters import (
     step_count,
     with_ties,
 )
-from offload.exchange.weights import chosen_weights
+from offload.exchange.weights import chosen_weights, named_as_in
 from offload.format.arrays import MASTER_LOW
 from offload.format.chunk_plan import Piece
 from offload.format.header import Header
@@ -57,7 +57,7 @@ def import_checkpoint(
     directory: Directory | Sequence[Directory],
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     *,
-    model: str | os.PathLike[str] | None = None,
+    model: str | os.PathLike[str] | torch.nn.Module | None = None,
     names: Sequence[str] | None = None,
     frozen: Collection[str] = (),
     tied: Mapping[str, str] | None = None,
@@ -91,7 +91,10 @@ def import_checkpoint(
         directory: Directory of the store, or its directories on several drives.
         optimizer_class: Optimizer class that the state belongs to; not used for weights alone.
         model: Path of a file with the model, of safetensors or `torch.save`; None if the source
-            holds the model.
+            holds the model. For weights alone, the module that will be trained: the checkpoint
+            gets its names, and its values of tensors that the source lacks. So the weights of a
+            base model are imported for a model with an adapter of peft. Its other parameters may
+            have no values (`outside_memory`).
         names: Names of all parameters, in the order of the optimizer's groups, if the source does
             not contain them.
         frozen: Names of the optimizer's parameters that have ``requires_grad=False``.
@@ -124,7 +127,9 @@ def import_checkpoint(
             that would have to be executed.
         gds.StorageError: Writing the store failed.
     """
-    foreign = open_foreign(os.fsdecode(source), None if model is None else os.fsdecode(model))
+    module = model if isinstance(model, torch.nn.Module) else None
+    file = None if model is None or isinstance(model, torch.nn.Module) else os.fsdecode(model)
+    foreign = open_foreign(os.fsdecode(source), file)
     progress = called_as_user(progress) if progress is not None else None
     rule = UpdateRule(optimizer_class, {})
     if tied:
@@ -133,6 +138,8 @@ def import_checkpoint(
     found: list[ForeignParameter] = []
     order: list[list[str]] = []
     if foreign.optimizer:
+        if module is not None:
+            raise ValueError("model= is a module, which is for weights without optimizer state")
         if skip:
             raise ValueError(f"skip={list(skip)!r:.80} is for weights without optimizer state")
         groups, found, order = match_parameters(foreign, rule, names, frozen, dtype, options)
@@ -143,6 +150,8 @@ def import_checkpoint(
                 "(--names, --frozen) describe: leave them out"
             )
         foreign.model = chosen_weights(foreign.path, foreign.model, skip, dtype)
+        if module is not None:
+            foreign.model = named_as_in(foreign.path, module, foreign.model)
     steps = step_count(step, foreign, found)
     by_name = {p.spec.name: p for p in found}
     specs = element_space_order([p.spec for p in found])

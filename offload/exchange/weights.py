@@ -11,8 +11,10 @@ from typing import Final
 import torch
 
 from offload.errors import CheckpointError, MismatchError
+from offload.exchange.hf_files import peft_names
 from offload.exchange.stored_tensor import read_json
 from offload.format.strict_json import short
+from offload.model.outside import is_outside
 from offload.update.coding.filler import TensorSource
 
 _CONFIG: Final = "config.json"
@@ -69,6 +71,51 @@ def chosen_weights(
     if not found:
         raise MismatchError(f"{path}: skip= leaves no tensor")
     return found
+
+
+class LiveTensor:
+    """A tensor of a module; implements `TensorSource`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements `start` to `stop` in row-major order, flat, in host memory."""
+        return self._tensor.reshape(-1)[start:stop].cpu()
+
+
+def named_as_in(
+    path: str, module: torch.nn.Module, found: Mapping[str, TensorSource]
+) -> dict[str, TensorSource]:
+    """Return tensors of a file by the names in a module, and the module's own where it lacks them.
+
+    The names of a model with an adapter of peft are those that the base model's files have.
+
+    Raises:
+        MismatchError: A tensor has no value anywhere, or the module has no place for it.
+    """
+    names: dict[int, list[str]] = {}
+    tensors = {id(t): t for t in module.state_dict(keep_vars=True).values()}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    adapted = peft_names((first, others) for first, *others in names.values())
+    base = {} if adapted is None else adapted.base
+    left = dict(found)
+    chosen: dict[str, TensorSource] = {}
+    for key, tensor in tensors.items():
+        own = [base.get(name, name) for name in names[key]]
+        sources = [left.pop(name) for name in own if name in left]
+        if not sources and isinstance(tensor, torch.nn.Parameter) and is_outside(tensor):
+            raise MismatchError(f"{path}: has no {own[0]!r}, and the model has no values for it")
+        chosen[names[key][0]] = sources[0] if sources else LiveTensor(tensor)
+    if left:
+        raise MismatchError(
+            f"{path}: has {next(iter(left))!r} and {len(left) - 1} more tensors that the model "
+            "lacks: leave them out with skip=, or pass another model="
+        )
+    return chosen
 
 
 def find_tied(directory: str, model: Mapping[str, TensorSource]) -> tuple[str, str] | None:

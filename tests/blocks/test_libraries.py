@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.blocks.models import pair
-from tests.numerics.reference import assert_same_bits, assert_same_parameters
+import offload
+from offload.errors import MismatchError
+from tests.blocks.models import HYPER, batch, pair
+from tests.numerics.reference import Reference, assert_same_bits, assert_same_parameters
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,11 +48,15 @@ def gpt2(seed: int = 0) -> Any:
 
 
 def lora(seed: int = 0) -> Any:
+    return adapted(llama(seed), seed)
+
+
+def adapted(base: Any, seed: int = 0) -> Any:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, task_type="CAUSAL_LM")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = peft.get_peft_model(llama(seed), config)
+        model = peft.get_peft_model(base, config)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)
@@ -136,3 +142,53 @@ def test_an_adapter_is_merged_and_saved_as_in_memory(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / str(number))
     files = [(tmp_path / str(n) / "adapter_model.safetensors").read_bytes() for n in range(2)]
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_adapter_is_trained_on_a_base_that_was_never_in_memory(
+    is_tied: bool, tmp_path: Path
+) -> None:
+    llama(tie_word_embeddings=is_tied).save_pretrained(tmp_path / "base")
+    plain = adapted(llama(tie_word_embeddings=is_tied))
+    reference = Reference(
+        torch.optim.AdamW, [p for p in plain.parameters() if p.requires_grad], **HYPER
+    )
+    for start in (0, 2):
+        with offload.outside_memory():
+            base = llama(tie_word_embeddings=is_tied)
+        model = adapted(base)
+        if not start:
+            offload.import_checkpoint(tmp_path / "base", tmp_path / "run", model=model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        options = offload.Options(parameters="drive", gradients="drive", chunk_bytes=32768)
+        with offload.AdamW(
+            trained, directory=tmp_path / "run", model=model, options=options, **HYPER
+        ) as optimizer:
+            assert optimizer.restore().step == start
+            for step in range(start, start + 2):
+                losses = []
+                for each, one in ((model, optimizer), (plain, reference)):
+                    each.zero_grad()
+                    loss = each.loss(batch(step))
+                    loss.backward()
+                    one.step()
+                    losses.append(loss.detach())
+                assert_same_bits(losses[0], losses[1], "the loss")
+            optimizer.checkpoint().result()
+            assert_same_parameters(model.state_dict().items(), plain.state_dict().items())
+
+
+def test_what_a_model_and_a_file_lack_is_named(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    with offload.outside_memory():
+        larger = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(num_hidden_layers=5, hidden_size=32, **SIZES)
+        )
+        smaller = transformers.LlamaModel(
+            transformers.LlamaConfig(num_hidden_layers=4, hidden_size=32, **SIZES)
+        )
+    with pytest.raises(MismatchError, match=r"has no 'model\.layers\.4\.[\w.]+', and the model"):
+        offload.import_checkpoint(tmp_path / "base", tmp_path / "run", model=larger)
+    with pytest.raises(MismatchError, match=r"has no 'embed_tokens\.weight', and the model"):
+        offload.import_checkpoint(tmp_path / "base", tmp_path / "run", model=smaller)
+    assert not (tmp_path / "run").exists()
