@@ -94,7 +94,7 @@ def named_as_in(
     The names of a model with an adapter of peft are those that the base model's files have.
 
     Raises:
-        MismatchError: A tensor has no value anywhere, or the module has no place for it.
+        MismatchError: A tensor has no value anywhere, or NaN, or the module has no place for it.
     """
     names: dict[int, list[str]] = {}
     tensors = {id(t): t for t in module.state_dict(keep_vars=True).values()}
@@ -107,8 +107,16 @@ def named_as_in(
     for key, tensor in tensors.items():
         own = [base.get(name, name) for name in names[key]]
         sources = [left.pop(name) for name in own if name in left]
-        if not sources and isinstance(tensor, torch.nn.Parameter) and is_outside(tensor):
-            raise MismatchError(f"{path}: has no {own[0]!r}, and the model has no values for it")
+        if not sources and isinstance(tensor, torch.nn.Parameter):
+            if is_outside(tensor):
+                raise MismatchError(
+                    f"{path}: has no {own[0]!r}, and the model has no values for it"
+                )
+            if tensor.isnan().any():  # as DoRA makes of a base that has no values yet
+                raise MismatchError(
+                    f"{path}: has no {own[0]!r}, and the model's own is NaN: do not derive it from "
+                    "parameters that have no values yet"
+                )
         chosen[names[key][0]] = sources[0] if sources else LiveTensor(tensor)
     if left:
         raise MismatchError(

@@ -191,4 +191,10 @@ def test_what_a_model_and_a_file_lack_is_named(tmp_path: Path) -> None:
         offload.import_checkpoint(tmp_path / "base", tmp_path / "run", model=larger)
     with pytest.raises(MismatchError, match=r"has no 'embed_tokens\.weight', and the model"):
         offload.import_checkpoint(tmp_path / "base", tmp_path / "run", model=smaller)
+    peft = pytest.importorskip("peft")
+    with offload.outside_memory():
+        base = llama()
+    dora = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
+    with pytest.raises(MismatchError, match=r"magnitude.*is NaN: do not derive it"):
+        offload.import_checkpoint(tmp_path / "base", tmp_path / "run", model=dora)
     assert not (tmp_path / "run").exists()
