@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, Final, TypeAlias, cast
 
@@ -27,6 +27,7 @@ from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint, require_state
 from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSource, StateStore, try_to_quarantine
+from offload.stream.model_reader import ModelReader
 from offload.stream.passes import check_state
 from offload.units import duration, grouped, many, seen_from, size
 from offload.update.coding.blocks8 import BlockRecoder
@@ -185,6 +186,7 @@ def resume(
             if state.options.verify == "at_restore" if verify is None else verify:
                 chunks = state.chunks()
                 state.meter.restore_bytes += check_state(state.ring(), slot, chunks, state.meter)
+                _check_filed(state, slot, manifest)
             slots.append(slot)
             generation = found.manifest.generation
             if any(c.manifest.generation > generation for c in store.checkpoints):
@@ -212,6 +214,13 @@ def resume(
     )
     store.journal.tell()
     return checkpoint
+
+
+def _check_filed(state: TrainingState, slot: StateSource, manifest: Manifest) -> None:
+    """Read and check the parameters that a restore leaves in the model file."""
+    if state.options.parameters == "drive":
+        with closing(ModelReader(cast(Slot, slot), state.ring(), restored=manifest)) as reader:
+            reader.check_all()
 
 
 def _announce_reencoding(

@@ -166,6 +166,25 @@ def test_damage_is_found_before_a_value_is_used_and_an_older_checkpoint_goes_on(
             assert optimizer.restore().step == 1
 
 
+def test_a_restore_that_verifies_finds_damage_at_once(tmp_path: Path) -> None:
+    model = make(width=720, layers=3)  # the second of three ranges is on the drive only
+    with on_the_drive(model, tmp_path / "run", gradients=None, chunk_bytes=1 << 22) as optimizer:
+        for _ in range(2):
+            by_hand(model)
+            optimizer.step()
+            path = Path(optimizer.checkpoint().result().path)
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    model = make(width=720, layers=3)
+    with on_the_drive(model, tmp_path / "run", gradients=None, chunk_bytes=1 << 22) as optimizer:
+        with pytest.warns(RuntimeWarning, match="step-00000002"):
+            assert optimizer.restore(verify=True).step == 1
+        by_hand(model)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("master", [None, "split"])
 def test_the_whole_state_is_read_and_that_of_torch_refused(master: Any, tmp_path: Path) -> None:
     found = []
