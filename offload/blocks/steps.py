@@ -122,7 +122,7 @@ class FiledSteps(StreamedSteps):
     ) -> None:
         self._readers: dict[Slot, ModelReader] = {}
         self._known: tuple[object, set[int]] = (None, set())
-        self._note_given(groups)
+        self._groups: Callable[[], Groups | None] = lambda: groups
         super().__init__(state, model, patterns)
         state.memory.reads_model = True
         outside = {id(p) for p in model.parameters() if is_outside(p)}
@@ -166,15 +166,6 @@ class FiledSteps(StreamedSteps):
         """Move the parameters of the blocks to their homes, and put hooks on the blocks."""
         super().attach(groups)
         self._groups = groups
-
-    def added(self, groups: Groups) -> None:
-        """Note parameters that steps write from now on."""
-        self._note_given(groups)
-
-    def give_up(self) -> None:
-        """Drop all blocks."""
-        super().give_up()
-        self._note_given(self._groups() or ())
 
     def keep_parameters(self) -> None:
         """Bring all parameters to memory, because the slot with their values is left."""
@@ -232,9 +223,6 @@ class FiledSteps(StreamedSteps):
     def _members(self) -> list[Member]:
         return [member for unit in self._blocks.units for member in unit.members]
 
-    def _note_given(self, groups: Groups) -> None:
-        self._given = {id(p) for group in groups for p in group["params"]}
-
     def _is_known(self, member: Member) -> bool:
         """Return whether the layout of the state has a parameter, so that every pass writes it."""
         trainables = self._state.table.trainables
@@ -245,10 +233,11 @@ class FiledSteps(StreamedSteps):
     def _bring_joining(self) -> None:
         """Bring parameters to memory that the layout is about to get, unless its slot has them."""
         if self._state.slots.present is not self._newest_slot():
+            given = {id(p) for group in self._groups() or () for p in group["params"]}
             self._source.bring(
                 member
                 for member in self._members()
-                if id(member.parameter) in self._given
+                if id(member.parameter) in given
                 and is_stepped(member.parameter)
                 and not self._is_known(member)
             )

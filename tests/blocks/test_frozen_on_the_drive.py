@@ -194,3 +194,43 @@ def test_damage_of_frozen_values_is_not_sealed(tmp_path: Path) -> None:
         with pytest.raises(SealError, match="digests") as caught:
             optimizer.checkpoint().result()
         assert isinstance(caught.value.__cause__, DamagedError)
+
+
+@pytest.mark.parametrize("is_stepped", [False, True])
+@pytest.mark.parametrize("how", ["add_param_group", "append"])
+def test_a_block_that_is_given_later_joins_with_its_values(
+    how: str, is_stepped: bool, tmp_path: Path
+) -> None:
+    """The slot that steps write has never had the values; no use of the block brings them."""
+    both = pair(tmp_path / "run", lambda m: m.layers.requires_grad_(False), options=DRIVE)
+
+    def step(seed: int) -> None:
+        for model, one in ((both.plain, both.reference), (both.streamed, both.optimizer)):
+            train(model, one, seed)
+
+    for seed in range(3):
+        step(seed)
+        if seed == 0:
+            both.optimizer.checkpoint().result()
+    added = []
+    for model in both:
+        block = model.layers[1].requires_grad_(True)
+        added.append([(f"layers.1.{n}", p) for n, p in block.named_parameters()])
+    if how == "add_param_group":
+        both.reference.add_param_group({"params": added[0]})
+        both.optimizer.add_param_group({"params": added[1]})
+    else:
+        for _, p in added[0]:
+            both.reference.masters[p] = p.detach().float()
+            both.reference.inner.param_groups[0]["params"].append(both.reference.masters[p])
+        group = both.optimizer.param_groups[0]
+        group["params"] += [p for _, p in added[1]]
+        group["param_names"] += [n for n, _ in added[1]]
+    if is_stepped:
+        step(3)
+    path = both.optimizer.checkpoint().result().path
+    stored = safetensors.torch.load_file(f"{path}/model.safetensors")
+    for name, value in values(both.plain):
+        assert_same_bits(stored[name], value, name)
+    step(4)
+    both.compare()
