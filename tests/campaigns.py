@@ -27,6 +27,7 @@ TIERS: Final = ("unit", "integration", "all")
 INTEGRATION: Final = (
     "bench/",
     "blocks/test_libraries.py",
+    "blocks/test_on_the_drive.py::test_frozen_parameters_take_no_memory",
     "cli/",
     "device/test_nvrtc.py",
     "exchange/test_import_weights.py::test_a_model_of_transformers_by_the_command_alone",

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
 
-from gds import ALIGNMENT, Backend, Buffer
+from gds import ALIGNMENT, Backend, Buffer, File
 from offload.blocks.places import Place, pages
 from offload.blocks.units import Member, Unit
 from offload.device.boundary import HOST, Event, boundary_of
@@ -122,6 +123,8 @@ class SlotSource(HostSource):
         places: Place of each device.
         backend: Backend that allocates memory for reads.
         reader: Function that returns the reader of a model file.
+        place: Function that returns the model file of the newest checkpoint, and the position of
+            the first byte of a parameter.
         is_written: Function that returns whether steps write a parameter into the slot.
     """
 
@@ -130,12 +133,14 @@ class SlotSource(HostSource):
         places: Mapping[torch.device, Place],
         backend: Backend,
         reader: Reader,
+        place: Callable[[Member], tuple[File, int]],
         is_written: Callable[[Member], bool],
     ) -> None:
         super().__init__(places)
         self._is_written = is_written
         self._backend = backend
         self._reader = reader
+        self._place = place
         self._filed: dict[Member, FiledTensor] = {}
         self._lock = threading.Lock()
         self._stage: Buffer | None = None
@@ -164,7 +169,9 @@ class SlotSource(HostSource):
         """Record that a file has the values of some parameters, and free their memory."""
         for member in members:
             if member not in self._filed:
-                self._filed[member] = FiledTensor(member.name, member.shape, member.dtype)
+                self._filed[member] = FiledTensor(
+                    member.name, member.shape, member.dtype, partial(self._place, member)
+                )
             self._homes.pop(member, None)
 
     def home(self, member: Member) -> torch.Tensor | None:
@@ -191,11 +198,11 @@ class SlotSource(HostSource):
         """
         with self._lock:
             place, last = self._places[unit.device], after
-            filed = [member for member in unit.members if member not in self._homes]
-            values = self._from_file(filed)
-            for member in unit.members:
-                value = self._homes.get(member)
-                value = values[member] if value is None else bytes_of(value)
+            # A step on another thread may free memory meanwhile.
+            homes = {member: self._homes.get(member) for member in unit.members}
+            values = self._from_file([m for m in unit.members if homes[m] is None])
+            for member, home in homes.items():
+                value = values[member] if home is None else bytes_of(home)
                 into = buffer[member.place : member.place + member.nbytes]
                 last = place.fill(value, into, [after])
             return last

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from gds import File
 from gds.errors import DeviceMemoryError
 from offload.blocks.hooks import put_hooks
 from offload.blocks.places import Place
@@ -18,7 +19,7 @@ from offload.blocks.units import Member, Unit, find_units
 from offload.engine.seal import Seal
 from offload.engine.stepping import StepStrategy
 from offload.engine.training_state import Groups, TrainingState
-from offload.errors import DamagedError, NotRestoredError
+from offload.errors import DamagedError, NotRestoredError, UnsupportedParameterError
 from offload.format.manifest import Manifest
 from offload.model.outside import is_outside
 from offload.model.parameters import is_stepped
@@ -139,7 +140,7 @@ class FiledSteps(StreamedSteps):
 
         def make(places: Mapping[torch.device, Place]) -> HostSource:
             """Make the source of the blocks' values."""
-            self._source = SlotSource(places, backend, self._opened, self._is_known)
+            self._source = SlotSource(places, backend, self._opened, self._place_of, self._is_known)
             return self._source
 
         return StreamedBlocks(units, self._state.meter, make)
@@ -284,6 +285,18 @@ class FiledSteps(StreamedSteps):
         found = cast(Slot, slot)
         entries = found.layout.model_header.entries
         return self._reader(found), {name: entry.start for name, entry in entries.items()}
+
+    def _place_of(self, member: Member) -> tuple[File, int]:
+        """Return the file that has a frozen parameter, and the position of its first byte."""
+        self._require_values()
+        slot = self._newest_slot()
+        if slot is None or self._is_known(member):  # only another optimizer asks for these
+            raise UnsupportedParameterError(
+                f"parameter {member.name!r} is in {self._state.store.directory}, so no other "
+                "optimizer can make checkpoints of it: construct that one without model="
+            )
+        header = slot.layout.model_header
+        return slot.model, header.data_start + header.entries[member.name].start
 
     def _reader(self, slot: Slot) -> ModelReader:
         reader = self._readers.get(slot)

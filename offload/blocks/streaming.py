@@ -276,7 +276,9 @@ class StreamedBlocks(Keeper):
         if unit.buffer is None:
             return False
         is_touched = any(member.is_touched for member in unit.members)
-        return (is_touched and num_references(unit.buffer) > unit.num_references) or any(
+        num_replaced = sum(not member.is_view_of(unit.buffer) for member in unit.members)
+        num_found = num_references(unit.buffer) + num_replaced
+        return (is_touched and num_found > unit.num_references) or any(
             member.is_saved and _num_owners(member.parameter) > self._alone
             for member in unit.members
         )
@@ -371,13 +373,17 @@ class StreamedBlocks(Keeper):
             changes: Function that returns whether the home of a parameter may have changed.
         """
         with self.lock, neutral():
+            in_use = set[Unit]().union(*self._in_use.values())  # by other threads
             for unit in self.units:
                 changed = [m for m in unit.members if changes(m.parameter)]
                 if not changed:
                     continue
                 self._buffers.abandon(unit)
-                if unit.buffer is not None and self._is_held(unit):
+                if unit.buffer is not None and (self._is_held(unit) or unit in in_use):
                     unit.ready = self._buffers.read_again(unit, unit.buffer)
+                    for member in unit.members:
+                        if not member.is_view_of(unit.buffer):  # ``p.data = other`` before
+                            member.parameter.data = member.view(unit.buffer)
                 elif unit.buffer is not None:
                     self._release(unit)
                 increment_version([member.parameter for member in changed])

@@ -6,11 +6,12 @@ the file. Everything else that asks for a value is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
+from gds import File
 from offload.device.staging import StagedTensors, Traffic
 from offload.format.chunk_plan import Piece
 
@@ -24,18 +25,25 @@ class FiledTensor(torch.Tensor):
         name: Name of the parameter, for messages.
         shape: Shape of the parameter.
         dtype: Its dtype.
+        place: Function that returns the file that has the values while the parameter is frozen, and
+            the position of their first byte.
     """
 
     parameter_name: str
+    place: Callable[[], tuple[File, int]]
 
     @staticmethod
     def __new__(
-        cls: type[FiledTensor], name: str, shape: Sequence[int], dtype: torch.dtype
+        cls: type[FiledTensor],
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        place: Callable[[], tuple[File, int]],
     ) -> FiledTensor:
         """Make a tensor without memory."""
         make: Any = torch.Tensor._make_wrapper_subclass
         made: FiledTensor = make(cls, tuple(shape), dtype=dtype, device="cpu")
-        made.parameter_name = name
+        made.parameter_name, made.place = name, place
         return made
 
     def __init__(self, *_: object) -> None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from gds import File, StorageError
+from gds import StorageError
 from offload.checkpoint.sealed_slot import model_file
 from offload.device.staging import Traffic
 from offload.engine.seal import Captured
-from offload.errors import CheckpointError, MismatchError
+from offload.errors import MismatchError
 from offload.format.arrays import StateFormat
 from offload.format.layout import ParameterSpec
 from offload.format.manifest import Manifest
@@ -274,18 +274,7 @@ def whole_copy(
         captured.marks,
         partial(_clone_source, store, slot),
         reads_back=reads_back,
-        frozen=partial(_newest_place, store),
     )
-
-
-def _newest_place(store: StateStore, name: str) -> tuple[File, int]:
-    """Return the model file of the newest checkpoint, and where it has the values of a tensor."""
-    newest = store.newest
-    slot = None if newest is None else cast(Slot, store.slot_of(newest))
-    if slot is None:
-        raise CheckpointError(f"the values of {name!r} are in no checkpoint any more")
-    header = slot.layout.model_header
-    return slot.model, header.data_start + header.entries[name].start
 
 
 def _clone_source(store: StateStore, slot: Slot, trained: TensorRanges) -> CloneSource | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gds import File
 from offload.ambient import called_as_user, in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import StoreError
@@ -347,6 +348,10 @@ class _SourceImage(ModelImage):
         return False
 
     is_elsewhere = is_in_file
+
+    def reads_only(self, file: File) -> bool:  # noqa: ARG002
+        """Return False, as `is_in_file`."""
+        return False
 
     def gather(
         self,

@@ -175,6 +175,10 @@ class ModelImage(TensorImage):
         data = file.read_bytes(start + first, len(out))
         out.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
+    def reads_only(self, file: File) -> bool:
+        """Return whether all values that are elsewhere are in one file."""
+        return all(one is file for one, _ in self._elsewhere.values())
+
     def is_in_file(self, start: int, stop: int) -> bool:
         """Return whether the file has the values of all tensors with a byte in a range."""
         names = self.filed(start, stop)

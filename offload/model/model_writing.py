@@ -182,7 +182,8 @@ class _Writer:
         self._num_buffers = num_buffers
         self._known = known
         self._changing = changing
-        self._source = self._reference = source
+        self._source = source
+        self._reference = source if source and image.reads_only(source.file) else None
         self._found = found
         self._writes: dict[int, list[IOFuture]] = {}
         self._back = ReadBack(file, buffers)
@@ -406,8 +407,6 @@ class WholeCopy:
             the ranges of trained tensors.
         reads_back: Whether the seal also reads back what a step may have changed, because steps
             have written nearly all of it to the file.
-        frozen: Function that returns the file with a frozen tensor that has no memory, and the
-            place of its first byte there.
     """
 
     def __init__(
@@ -422,7 +421,6 @@ class WholeCopy:
         source: Callable[[TensorRanges], CloneSource | None],
         *,
         reads_back: bool = False,
-        frozen: Callable[[str], tuple[File, int]],
     ) -> None:
         header = layout.model_header
         self._entries = header.entries
@@ -436,8 +434,11 @@ class WholeCopy:
         changing = {s.spec.name for s in stored if s.parameter.requires_grad} & trained
         self._trained = TensorRanges(header, trained)
         self._changing = TensorRanges(header, () if reads_back else changing)
-        filed = {name for name, one in tensors.items() if isinstance(one, FiledTensor)} - trained
-        elsewhere = {name: frozen(name) for name in filed}
+        elsewhere = {
+            name: tensor.place()
+            for name, tensor in tensors.items()
+            if isinstance(tensor, FiledTensor) and name not in trained
+        }
         self._image = ModelImage(header, tensors, marks, buffers.traffic, file, elsewhere)
 
     @property

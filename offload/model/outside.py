@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.device.filed import FiledTensor
 from offload.errors import UnsupportedParameterError
-from offload.model.homes import home_of
+from offload.model.homes import home_of, stays_filed
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -201,6 +201,21 @@ def _is_in_memory(parameter: torch.Tensor) -> bool:
     """Return whether a parameter that may look as if it had no values has them in its home."""
     home = home_of(parameter)
     return home is not None and not isinstance(home, FiledTensor)
+
+
+def require_unfiled(model: torch.nn.Module | None) -> None:
+    """Refuse a model that has parameters on the drive, in the directory of another optimizer.
+
+    Raises:
+        UnsupportedParameterError: There is one; names it.
+    """
+    for name, parameter in model.named_parameters() if model is not None else ():
+        if stays_filed(parameter):
+            raise UnsupportedParameterError(
+                f"parameter {name!r} is in the directory of another optimizer with "
+                'parameters="drive": leave out model=, close that optimizer, or give all '
+                "parameters to one optimizer"
+            )
 
 
 def require_values(named: Iterable[tuple[str, torch.Tensor]], *, instead: str) -> None:

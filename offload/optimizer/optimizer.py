@@ -31,7 +31,7 @@ from offload.exchange.torch_dicts import (
     number_parameters,
 )
 from offload.format._manifest_fields import encode_group, without_numpy
-from offload.model.outside import require_values
+from offload.model.outside import require_unfiled, require_values
 from offload.model.parameters import (
     all_parameters,
     check_given_once,
@@ -537,6 +537,7 @@ def _require_possible(
     options: Options, model: torch.nn.Module | None, *, several: bool, is_remote: bool
 ) -> None:
     """Refuse options that do not work with the model, before anything is opened."""
+    require_unfiled(model)
     if options.parameters is not None:
         require_streamable(options, model, several=several, is_remote=is_remote)
     if options.overlap is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -415,3 +417,49 @@ def test_a_second_model_in_the_process_is_not_concerned(tmp_path: Path) -> None:
             each.train(step)
             each.step()
     make()
+
+
+@pytest.mark.parametrize("where", ["host", "drive"])
+@pytest.mark.parametrize("num_aliases", [0, 1, 2])
+def test_memory_of_a_parameter_is_replaced_while_aliases_hold_its_block(
+    num_aliases: int, where: str, tmp_path: Path
+) -> None:
+    both = pair(tmp_path / "run", options={"parameters": where}, layers=2)
+    held = []
+    for model in both:
+        held.append([model.layers[1].out.weight.detach() for _ in range(num_aliases)])
+        model.layers[1].scale.data = model.layers[1].scale.data * 0.5
+    for step in range(3):
+        both.train(step)
+        both.step()
+        for plain, streamed in zip(*held, strict=True):
+            assert_same_bits(streamed, plain, "an alias")
+
+
+@pytest.mark.parametrize("where", ["host", "drive"])
+def test_another_thread_reads_parameters_while_this_one_trains(where: str, tmp_path: Path) -> None:
+    both = pair(tmp_path / "run", frozen, options={"parameters": where})
+    before = {n: p.detach().clone() for n, p in both.plain.named_parameters()}
+    names = [n for n, p in both.streamed.named_parameters() if not p.requires_grad]
+    ended, wrong = threading.Event(), []
+
+    def read() -> None:
+        for name in itertools.cycle(names):
+            if ended.is_set():
+                return
+            try:
+                found = both.streamed.get_parameter(name).detach().clone()
+                assert_same_bits(found, before[name], name)
+            except BaseException as error:  # noqa: BLE001
+                wrong.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for step in range(15):
+            both.train(step)
+            both.step()
+    finally:
+        ended.set()
+        thread.join()
+    assert wrong == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import safetensors.torch
 import torch
 
 import offload
-from offload.errors import DamagedError, SealError
+from offload.errors import DamagedError, SealError, UnsupportedParameterError
 from tests.blocks.models import Model, Pair, batch, make, pair
 from tests.blocks.test_on_the_drive import ALL_DRIVE, DRIVE, on_the_drive
 from tests.numerics.reference import assert_same_bits, assert_same_parameters
@@ -234,3 +235,50 @@ def test_a_block_that_is_given_later_joins_with_its_values(
         assert_same_bits(stored[name], value, name)
     step(4)
     both.compare()
+
+
+def test_a_checkpoint_that_is_removed_by_others_stays_the_source(tmp_path: Path) -> None:
+    """The files are open still. An older checkpoint has other values."""
+    model = imported(tmp_path, make())
+    freeze(model)
+    with on_the_drive(model, tmp_path / "run", keep=3) as optimizer:
+        optimizer.restore()
+        for step in range(2):
+            train(model, optimizer, step)
+            path = optimizer.checkpoint().result().path
+            with torch.no_grad():
+                model.layers[1].up.weight.fill_(7 + step)
+            train(model, optimizer, step)
+        path = optimizer.checkpoint().result().path
+        train(model, optimizer, 3)
+        shutil.rmtree(path)
+        with pytest.warns(RuntimeWarning, match="was removed"):
+            optimizer.pin("good")  # which looks at the directory
+        train(model, optimizer, 4)
+        path = optimizer.checkpoint().result().path
+        stored = safetensors.torch.load_file(f"{path}/model.safetensors")
+        for name, value in values(model):
+            assert_same_bits(stored[name], value, name)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_another_optimizer_does_not_seal_what_is_on_the_drive(
+    is_first: bool, tmp_path: Path
+) -> None:
+    model = make()
+    blocks = [(n, p) for n, p in model.named_parameters() if n.startswith("layers.")]
+    others = [(n, p) for n, p in model.named_parameters() if not n.startswith("layers.")]
+
+    def other() -> Any:
+        return offload.SGD(others, lr=0.01, directory=tmp_path / "b", model=model)
+
+    second = None if is_first else other()
+    options = offload.Options(parameters="drive", chunk_bytes=32768)
+    with offload.AdamW(blocks, directory=tmp_path / "a", model=model, options=options) as first:
+        model.loss(batch(0)).backward()
+        first.step()
+        first.checkpoint().result()
+        with pytest.raises(UnsupportedParameterError, match=r"'layers.* without model=|leave out"):
+            (second or other()).checkpoint().result()
+    if second is not None:
+        second.close()
