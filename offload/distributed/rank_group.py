@@ -46,7 +46,7 @@ from offload.format.layout import Layout, ParameterSpec
 from offload.format.manifest import Manifest
 from offload.format.shares.dealing import OwnedBox
 from offload.model.buffer_watch import BufferWatch
-from offload.model.model_writing import ModelCopy
+from offload.model.model_copy import ModelCopy
 from offload.model.new_values import Step, Values
 from offload.model.parameters import all_parameters
 from offload.model.process_groups import ProcessGroup

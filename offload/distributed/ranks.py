@@ -18,7 +18,7 @@ from offload.device.boundary import Marks
 from offload.errors import RanksError
 from offload.format.boxes import Cut
 from offload.format.manifest import Manifest
-from offload.model.model_writing import ModelCopy
+from offload.model.model_copy import ModelCopy
 from offload.model.new_values import Step, Values
 from offload.model.shards import Shards
 from offload.model.stored import Stored

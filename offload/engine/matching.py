@@ -22,9 +22,10 @@ from offload.format.layout import ParameterSpec
 from offload.format.manifest import Manifest
 from offload.model.homes import stays_filed
 from offload.model.loading import check_same, in_checkpoint, names_in_checkpoint
+from offload.model.model_copy import WholeCopy
 from offload.model.model_file import BlockBuffers, ModelImage, digest_model
 from offload.model.model_reading import LiveBox, ModelReading, StoredModel, read_model
-from offload.model.model_writing import CloneSource, TensorRanges, WholeCopy
+from offload.model.model_writing import CloneSource, TensorRanges
 from offload.model.parameters import (
     Trainable,
     check_parameter,

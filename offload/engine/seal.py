@@ -28,7 +28,7 @@ from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.train_state import EncodedState
 from offload.journal import log_event
-from offload.model.model_writing import ModelCopy
+from offload.model.model_copy import ModelCopy
 from offload.model.stored import Stored
 from offload.model.table import ParameterTable
 from offload.store.sealing import Composition
@@ -113,7 +113,7 @@ class Seal(SealInFlight):
     def copied(self) -> list[tuple[torch.Tensor, int]]:
         """Tensors that the checkpoint gets, each with its number of in-place changes at the call.
 
-        Those that were copied at once are left out.
+        Tensors that were copied at once are left out.
         """
         return [(tensor, version) for *_, tensor, version in self._versions]
 

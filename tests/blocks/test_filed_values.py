@@ -137,15 +137,13 @@ def edited(model: Any) -> None:
         model.norm.weight.fill_(2)
 
 
-@pytest.mark.parametrize(
-    ("before", "call"), [(by_hand, "step"), (edited, "checkpoint")], ids=["step", "checkpoint"]
-)
-def test_damage_is_found_before_a_value_is_used_and_an_older_checkpoint_goes_on(
-    before: Any, call: str, tmp_path: Path
-) -> None:
-    small = {"gradients": None, "master": "split", "state_dtype": "int8", "chunk_bytes": 1 << 22}
-    model = make(width=720, layers=3)  # the second of three ranges is on the drive only
-    with on_the_drive(model, tmp_path / "run", **small) as optimizer:
+def with_damage(directory: Path, **options: Any) -> Model:
+    """Make two checkpoints, of which the second is damaged; return a new model.
+
+    The damage is in the second of three ranges, which is on the drive only.
+    """
+    model = make(width=720, layers=3)
+    with on_the_drive(model, directory, **options) as optimizer:
         for _ in range(2):
             by_hand(model)
             optimizer.step()
@@ -154,7 +152,17 @@ def test_damage_is_found_before_a_value_is_used_and_an_older_checkpoint_goes_on(
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    model = make(width=720, layers=3)
+    return make(width=720, layers=3)
+
+
+@pytest.mark.parametrize(
+    ("before", "call"), [(by_hand, "step"), (edited, "checkpoint")], ids=["step", "checkpoint"]
+)
+def test_damage_is_found_before_a_value_is_used_and_an_older_checkpoint_goes_on(
+    before: Any, call: str, tmp_path: Path
+) -> None:
+    small = {"gradients": None, "master": "split", "state_dtype": "int8", "chunk_bytes": 1 << 22}
+    model = with_damage(tmp_path / "run", **small)
     with on_the_drive(model, tmp_path / "run", **small) as optimizer:
         assert optimizer.restore().step == 2
         before(model)
@@ -167,18 +175,9 @@ def test_damage_is_found_before_a_value_is_used_and_an_older_checkpoint_goes_on(
 
 
 def test_a_restore_that_verifies_finds_damage_at_once(tmp_path: Path) -> None:
-    model = make(width=720, layers=3)  # the second of three ranges is on the drive only
-    with on_the_drive(model, tmp_path / "run", gradients=None, chunk_bytes=1 << 22) as optimizer:
-        for _ in range(2):
-            by_hand(model)
-            optimizer.step()
-            path = Path(optimizer.checkpoint().result().path)
-    file = path / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    file.write_bytes(content)
-    model = make(width=720, layers=3)
-    with on_the_drive(model, tmp_path / "run", gradients=None, chunk_bytes=1 << 22) as optimizer:
+    options: dict[str, Any] = {"gradients": None, "chunk_bytes": 1 << 22}
+    model = with_damage(tmp_path / "run", **options)
+    with on_the_drive(model, tmp_path / "run", **options) as optimizer:
         with pytest.warns(RuntimeWarning, match="step-00000002"):
             assert optimizer.restore(verify=True).step == 1
         by_hand(model)
