@@ -177,6 +177,27 @@ def test_a_model_that_was_built_in_memory_leaves_it_with_the_first_checkpoint(
         assert before - resident_bytes("VmRSS") > 200 << 20
 
 
+def test_an_edit_of_a_large_frozen_parameter_reaches_every_slot(tmp_path: Path) -> None:
+    """A seal skips 16 MiB without reading them if it knows that its slot has them already."""
+    model = make(layers=2)
+    for layer in model.layers:
+        layer.add_module("base", torch.nn.Linear(1, 20 << 20, bias=False, dtype=torch.bfloat16))
+        layer.base.requires_grad_(requires_grad=False)
+    base = model.layers[1].base.weight
+    expected = base.detach().clone()
+    expected[10 << 20] = 7.0
+    with on_the_drive(model, tmp_path / "run", chunk_bytes=1 << 20) as optimizer:
+        for step in range(6):
+            train(model, optimizer, step)
+            if step == 2:
+                with torch.no_grad():
+                    base[10 << 20] = 7.0
+            path = optimizer.checkpoint().result().path
+            if step >= 2:
+                stored = safetensors.torch.load_file(f"{path}/model.safetensors")
+                assert_same_bits(stored["layers.1.base.weight"], expected, f"step {step}")
+
+
 def test_damage_of_frozen_values_is_not_sealed(tmp_path: Path) -> None:
     """The third slot gets the values of the second, which this process has written."""
     model = imported(tmp_path, make(width=256))
