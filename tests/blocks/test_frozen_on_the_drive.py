@@ -165,16 +165,17 @@ def test_frozen_values_are_written_once_for_each_slot(tmp_path: Path) -> None:
 def test_a_model_that_was_built_in_memory_leaves_it_with_the_first_checkpoint(
     tmp_path: Path,
 ) -> None:
-    model = make(layers=2)
+    model = make(layers=5)
     for layer in model.layers:  # glibc gives memory of this size back at once
-        layer.add_module("base", torch.nn.Linear(1, 33 << 20, dtype=torch.bfloat16))
+        layer.add_module("base", torch.nn.Linear(1, 33 << 20, bias=False, dtype=torch.bfloat16))
     model.layers.requires_grad_(requires_grad=False)
     with on_the_drive(model, tmp_path / "run", chunk_bytes=1 << 20) as optimizer:
         train(model, optimizer, 0)
         before = resident_bytes("VmRSS")
         optimizer.checkpoint().result()
         train(model, optimizer, 1)
-        assert before - resident_bytes("VmRSS") > 200 << 20
+        # 330 MiB are gone; a block and buffers of the seal have come.
+        assert before - resident_bytes("VmRSS") > 130 << 20
 
 
 def test_an_edit_of_a_large_frozen_parameter_reaches_every_slot(tmp_path: Path) -> None:
