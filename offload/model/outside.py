@@ -6,7 +6,8 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,11 +76,36 @@ def outside_memory(device: torch.device | str = "cpu") -> Iterator[None]:
         _here.device = None
 
 
+@cache
+def _follow_modules() -> None:
+    """Let torch tell of every module that gets a parameter or a child, for ever.
+
+    Other threads may build modules at any time, and torch fails there if a hook comes or goes.
+    """
+    # The hints of torch know only hooks that return nothing.
+    take: Callable[..., Any] = _taken
+    register_module_parameter_registration_hook(take)
+    register_module_module_registration_hook(_noted)
+
+
+def _taken(
+    module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
+) -> torch.nn.Parameter | None:
+    building: _Building | None = getattr(_here, "building", None)
+    return None if building is None else building.take_memory(module, name, parameter)
+
+
+def _noted(module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+    del name, child
+    building: _Building | None = getattr(_here, "building", None)
+    if building is not None:
+        building.note(module)
+
+
 class _Building:
     """Modules that one thread builds, whose parameters are on the device ``meta`` meanwhile."""
 
     def __init__(self) -> None:
-        self._thread = threading.get_ident()
         self._modules: list[weakref.ref[torch.nn.Module]] = []
         self._on_meta = WeakIdKeyDictionary()
         """Parameters as they were made, which a module may share with another one, each with the
@@ -88,33 +114,28 @@ class _Building:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Take the memory of every parameter that gets into a module in the block."""
-        with ExitStack() as hooks:
-            # The hints of torch know only hooks that return nothing.
-            take: Callable[..., Any] = self._take_memory
-            hooks.callback(register_module_parameter_registration_hook(take).remove)
-            hooks.callback(register_module_module_registration_hook(self._note).remove)
-            try:
-                yield
-            except RuntimeError as error:
-                if "meta" not in str(error):
-                    raise
-                raise UnsupportedParameterError(
-                    "outside_memory(): a module reads values of its parameters while it is built, "
-                    f"and they have none: build it outside of the block ({error})"
-                ) from error
+        _follow_modules()
+        _here.building = self
+        try:
+            yield
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            raise UnsupportedParameterError(
+                "outside_memory(): a module reads values of its parameters while it is built, and "
+                f"they have none: build it outside of the block ({error})"
+            ) from error
+        finally:
+            _here.building = None
 
-    def _note(self, module: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+    def note(self, module: torch.nn.Module) -> None:
         """Note a module that gets a child, which may be a copy that no parameter was put into."""
-        del name, child
-        if threading.get_ident() == self._thread:
-            self._modules.append(weakref.ref(module))
+        self._modules.append(weakref.ref(module))
 
-    def _take_memory(
+    def take_memory(
         self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter
     ) -> torch.nn.Parameter | None:
         """Return what a module gets in place of a parameter; None for the parameter itself."""
-        if threading.get_ident() != self._thread:
-            return None
         _require_plain(f"{name!r} of {type(module).__name__}", parameter)
         self._modules.append(weakref.ref(module))
         if parameter.is_meta:

@@ -394,7 +394,8 @@ def test_gradients_on_the_drive_take_no_memory_and_four_bytes_of_traffic(tmp_pat
     assert found[32, "None"]["peak"] > 0.9 * large["gradients"]
     assert large["peak"] < 40 << 20
     assert large["spilled"] == large["gradients"]
-    assert abs(large["peak"] - small["peak"]) < 16 << 20
+    # Where the drive is slow, the deeper model has more gradients under way: up to 16 MiB, twice.
+    assert abs(large["peak"] - small["peak"]) < 32 << 20
     num_elements = large["gradients"] // 2
     for name in ("written", "read"):
         assert large[name] == pytest.approx(6 * num_elements, rel=0.04), name
