@@ -59,8 +59,13 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": words, "labels": words}
 
 
-def make_model(dtype: torch.dtype = torch.bfloat16, layers: int = 1) -> GPT2LMHeadModel:
+def make_model(dtype: torch.dtype = torch.bfloat16) -> GPT2LMHeadModel:
     """Return a GPT-2 with tied weights, and with dropout: random states must be restored, too."""
+    return make_deeper(dtype, 1)
+
+
+def make_deeper(dtype: torch.dtype, layers: int) -> GPT2LMHeadModel:
+    """Return `make_model` with several layers; a Trainer's ``model_init`` takes one argument."""
     torch.manual_seed(7)
     config = GPT2Config(
         vocab_size=WORDS,
@@ -144,7 +149,7 @@ class Case:
         self, root: Path, *callbacks: TrainerCallback, discard_newer: bool = False
     ) -> Iterator[Trainer]:
         """Make a Trainer whose store is closed at the end."""
-        model, args = make_model(self.dtype, self.layers), arguments(root, **self.arguments)
+        model, args = make_deeper(self.dtype, self.layers), arguments(root, **self.arguments)
         offloading = OffloadCallback(discard_newer=discard_newer, **self.callback)
         options = offload.Options(
             chunk_bytes=4096,
