@@ -222,8 +222,9 @@ def test_a_gradient_that_a_step_cannot_read_breaks_it_and_restore_goes_on(overla
         optimizer.synchronize()
         loss(model, 1).backward()
         backend.fail("read", 1, forever=True)
+        take_step = optimizer.step if overlap is None else lambda: step_to_the_end(optimizer)
         with pytest.raises(StorageError):
-            step_to_the_end(optimizer)
+            take_step()
         backend.repair()
         with pytest.raises(BrokenOptimizerError):
             optimizer.step()

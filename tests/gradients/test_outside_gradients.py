@@ -338,7 +338,8 @@ def test_options_that_exclude_each_other_are_refused(settings, message):
 
 
 PROGRAM = """
-import json, sys, torch, offload
+import ctypes, json, sys, torch, offload
+ctypes.CDLL(None).mallopt(-3, 64 << 10)  # M_MMAP_THRESHOLD: else glibc keeps freed gradients
 depth, kind, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.set_num_threads(1)
 model = torch.nn.ModuleList(
@@ -394,8 +395,7 @@ def test_gradients_on_the_drive_take_no_memory_and_four_bytes_of_traffic(tmp_pat
     assert found[32, "None"]["peak"] > 0.9 * large["gradients"]
     assert large["peak"] < 40 << 20
     assert large["spilled"] == large["gradients"]
-    # Where the drive is slow, the deeper model has more gradients under way: up to 16 MiB, twice.
-    assert abs(large["peak"] - small["peak"]) < 32 << 20
+    assert abs(large["peak"] - small["peak"]) < 16 << 20
     num_elements = large["gradients"] // 2
     for name in ("written", "read"):
         assert large[name] == pytest.approx(6 * num_elements, rel=0.04), name
